@@ -1,0 +1,42 @@
+"""A packed batch: the new tokens of several sequences, one after the other, and where their KV lives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+__all__ = ["Batch", "Chunk"]
+
+
+class Chunk(NamedTuple):
+    """One sequence's part of a step: tokens at positions [start, start + len(tokens)).
+
+    tokens: int32 or int64 array (n,), n >= 1.
+    start: tokens of this sequence whose KV is in its pages already.
+    pages: int32 array of device slots, page i holding positions [i * page_size, (i + 1) * page_size); at least as many as
+        start + n tokens need. Borrowed for the step.
+    """
+
+    tokens: np.ndarray
+    start: int
+    pages: np.ndarray
+
+    @property
+    def end(self) -> int:
+        """Context length after the step."""
+        return self.start + len(self.tokens)
+
+
+class Batch(NamedTuple):
+    """What one forward computes. Chunks keep their order; the logits come back one row a chunk."""
+
+    chunks: Sequence[Chunk]
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all chunks."""
+        return sum(len(chunk.tokens) for chunk in self.chunks)

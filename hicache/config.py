@@ -1,0 +1,77 @@
+"""The cache's configuration: frozen, validated once, printed at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from hicache.errors import ConfigError
+
+__all__ = [
+    "CacheConfig",
+    "EvictionPolicy",
+    "PrefetchConfig",
+    "PrefetchPolicy",
+    "WritePolicy",
+]
+
+WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
+EvictionPolicy = Literal["lru", "lfu", "slru", "fifo", "priority"]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchConfig:
+    """When a request waits for pages to come from disk, and for how long.
+
+    threshold_tokens: a disk hit shorter than this is left alone. timeout_base_s and timeout_per_ki_token_s: the deadline of
+    `timeout`, base + per 1,024 tokens. quota: share of the host pool that waiting requests may hold for prefetches.
+    """
+
+    policy: PrefetchPolicy = "timeout"
+    threshold_tokens: int = 256
+    timeout_base_s: float = 1.0
+    timeout_per_ki_token_s: float = 0.25
+    quota: float = 0.5
+
+    def timeout_s(self, tokens: int) -> float:
+        """Deadline of a prefetch of `tokens` tokens, from its start."""
+        return self.timeout_base_s + self.timeout_per_ki_token_s * tokens / 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Sizes are in pages; 0 host pages means one tier (no hierarchical cache).
+
+    reuse: False computes every prompt anew (`--disable-radix-cache`).
+    watermark_low, watermark_high: shares of a pool; write_back demotes in the background when fewer than `low` slots are
+    free, until `high` are. hit_threshold: hits at which write_through_selective backs a page up.
+    """
+
+    device_pages: int
+    host_pages: int = 0
+    reuse: bool = True
+    write_policy: WritePolicy = "write_through"
+    eviction: EvictionPolicy = "lru"
+    prefetch: PrefetchConfig = PrefetchConfig()
+    hit_threshold: int = 2
+    watermark_low: float = 0.05
+    watermark_high: float = 0.10
+    hash_algo: str = "xxh3_128"
+
+    def __post_init__(self) -> None:
+        if self.device_pages < 1:
+            raise ConfigError(f"the device pool needs at least 1 page, not {self.device_pages}")
+        if self.host_pages < 0:
+            raise ConfigError(f"host pages can't be negative: {self.host_pages}")
+        for name, choices in (("write_policy", WritePolicy), ("eviction", EvictionPolicy)):
+            if getattr(self, name) not in get_args(choices):
+                raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)}")
+        if self.prefetch.policy not in get_args(PrefetchPolicy):
+            raise ConfigError(f"prefetch policy must be one of {', '.join(get_args(PrefetchPolicy))}")
+        if not 0 <= self.watermark_low <= self.watermark_high < 1:
+            raise ConfigError("watermarks must satisfy 0 <= low <= high < 1")
+
+    def describe(self) -> dict[str, str]:
+        """Every field by name, for the start-up message and `/get_server_info`."""
+        return {field.name: str(getattr(self, field.name)) for field in fields(self)}

@@ -1,0 +1,1 @@
+"""Page stores: bytes only, no torch, no knowledge of the tree."""
