@@ -29,8 +29,8 @@ GIB = 1 << 30
 _UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": GIB, "t": 1 << 40}
 _SECRETS = frozenset({"api_key", "admin_api_key"})
 
-Port = Annotated[int, Meta(ge=1, le=65535, description="TCP port to listen on.")]
-Positive = Meta(ge=1)
+Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(gt=0, lt=1)]
 
 
 def _about(text: str) -> Meta:
@@ -43,9 +43,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model_path: Annotated[str, _about("Hugging Face folder, GGUF file, or a known name (smollm2).")]
     served_model_name: Annotated[str | None, _about("Name clients see as `model`; the model path if not given.")] = None
     host: Annotated[str, _about("Address to listen on.")] = "127.0.0.1"
-    port: Port = 30000
+    port: Annotated[int, Meta(ge=1, le=65535), _about("TCP port to listen on.")] = 30000
     context_length: Annotated[
-        int | None, Positive, _about("Longest prompt plus answer, in tokens; the model's own if not given.")
+        Positive | None, _about("Longest prompt plus answer, in tokens; the model's own if not given.")
     ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -58,20 +58,19 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     attention_backend: Annotated[
         Literal["auto", "torch"], _about("Attention over pages; auto: the fastest that fits the device.")
     ] = "auto"
-    page_size: Annotated[int, Positive, _about("Tokens a page, the unit of reuse, transfer and eviction.")] = 16
+    page_size: Annotated[Positive, _about("Tokens a page, the unit of reuse, transfer and eviction.")] = 16
     mem_fraction_static: Annotated[
-        float | None,
-        Meta(gt=0, lt=1),
+        Share | None,
         _about("Share of the device's memory for weights and device pool; not given: 0.85 on a GPU, 0.25 on a CPU."),
     ] = None
-    max_total_tokens: Annotated[
-        int | None, Positive, _about("Tokens the device pool holds; overrides --mem-fraction-static.")
-    ] = None
-    max_running_requests: Annotated[int, Positive, _about("Sequences that run at once.")] = 32
+    max_total_tokens: Annotated[Positive | None, _about("Tokens the device pool holds; overrides --mem-fraction-static.")] = (
+        None
+    )
+    max_running_requests: Annotated[Positive, _about("Sequences that run at once.")] = 32
     max_queued_requests: Annotated[
-        int, Positive, _about("Sequences in the server, running ones included, above which it answers 429.")
+        Positive, _about("Sequences in the server, running ones included, above which it answers 429.")
     ] = 4096
-    chunked_prefill_size: Annotated[int, Positive, _about("Most prompt tokens computed in one step.")] = 2048
+    chunked_prefill_size: Annotated[Positive, _about("Most prompt tokens computed in one step.")] = 2048
     schedule_policy: Annotated[
         Literal["fcfs", "lpm"], _about("Who runs next: first come (fcfs) or longest cached prefix (lpm).")
     ] = "fcfs"
@@ -207,7 +206,7 @@ def flag_of(field: str) -> str:
 
 
 def parse_bytes(text: str, *, flag: str) -> int:
-    """Bytes of a size such as 2, 2GB, 500MB or 1.5TiB. A bare number is in GB, units are powers of 1,024. Raises ConfigError."""
+    """Bytes of a size such as 2, 2GB, 500MB, 1.5TiB. A bare number is in GB; units are powers of 1,024. Raises ConfigError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *(?:([kmgt])i?b?|(b))?", text.strip().lower())
     if match is None:
         raise ConfigError(f"{flag} {text}: a size is a number of GB, or a number with a unit such as 500MB or 2GiB")
