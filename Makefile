@@ -34,7 +34,7 @@ types: install ## check types with mypy --strict
 	@.venv/bin/mypy scripts/*.py
 
 imports: install ## check who may import whom
-	@.venv/bin/lint-imports
+	@.venv/bin/lint-imports --no-logo
 
 clean: ## remove everything these targets made, .venv included; stored pages stay
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
