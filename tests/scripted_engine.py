@@ -1,0 +1,126 @@
+"""An engine process without a model, for tests of the HTTP side: it speaks the real messages over the real pipes.
+
+A request's answer is its own prompt, one token a message. The extra key tells it to do otherwise:
+`slow` waits between tokens, `fail:STATUS` fails the request, `die` ends the process at once, `die-later` after one token,
+`mute` never answers, `burst` sends all tokens in one message.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from engine.messages import (
+    AbortRequest,
+    CachedTokens,
+    ControlReply,
+    ControlRequest,
+    EngineDown,
+    EngineReady,
+    GenerateRequest,
+    RequestFailed,
+    Shutdown,
+    TokenLogprobs,
+    TokensOut,
+)
+from engine.pipes import EnginePipes
+
+if TYPE_CHECKING:
+    from engine.config import ServeConfig
+
+__all__ = ["CONTEXT_LENGTH", "run_crashing", "run_refusing", "run_scripted"]
+
+CONTEXT_LENGTH = 512
+INFO = {"model": "scripted", "context_length": CONTEXT_LENGTH}
+
+
+class Scripted:
+    """The loop's state: what is being answered, and what was heard."""
+
+    def __init__(self, pipes: EnginePipes) -> None:
+        self.pipes = pipes
+        self.running: deque[tuple[GenerateRequest, int]] = deque()
+        self.received: list[dict[str, Any]] = []
+        self.aborted: list[str] = []
+
+    def take(self, message: GenerateRequest | AbortRequest | ControlRequest) -> None:
+        match message:
+            case GenerateRequest(extra_key="die"):
+                os._exit(17)
+            case GenerateRequest(extra_key=key, rid=rid) if key.startswith("fail:"):
+                self.pipes.send(RequestFailed(rid, "scripted failure", int(key.removeprefix("fail:"))))
+            case GenerateRequest():
+                self.received.append({"rid": message.rid, "salt": message.cache_salt, "priority": message.priority})
+                self.running.append((message, 0))
+            case AbortRequest(rid=rid):
+                self.aborted.append(rid)
+                self.running = deque(entry for entry in self.running if entry[0].rid != rid)
+            case ControlRequest(id=id_, op="stats"):
+                state = {"received": self.received, "aborted": self.aborted, "running": len(self.running)}
+                self.pipes.send(ControlReply(id_, value=state))
+            case ControlRequest(id=id_, op="metrics"):
+                self.pipes.send(ControlReply(id_, value="# TYPE scripted_total counter\nscripted_total 1.0\n"))
+            case ControlRequest(id=id_, op="flush"):
+                self.pipes.send(ControlReply(id_, value={"flushed_pages": 3}))
+            case ControlRequest(id=id_, op=op):
+                self.pipes.send(ControlReply(id_, error=f"unknown op {op}"))
+
+    def step(self) -> None:
+        """One token for each request that gets one."""
+        for _ in range(len(self.running)):
+            request, done = self.running.popleft()
+            if request.extra_key == "mute":
+                self.running.append((request, done))
+                continue
+            count = min(len(request.input_ids), request.sampling.max_new_tokens)
+            end = count if request.extra_key == "burst" else done + 1
+            ids = request.input_ids[done:end]
+            reason = None if end < count else ("stop" if count == len(request.input_ids) else "length")
+            self.pipes.send(self._out(request, ids, reason))
+            if request.extra_key == "die-later":
+                self.pipes.close()
+                os._exit(17)
+            if reason is None:
+                self.running.append((request, end))
+
+    def _out(self, request: GenerateRequest, ids: list[int], reason: Any) -> TokensOut:
+        logprobs = None
+        if request.top_logprobs is not None:
+            top = [(i, -0.5 - i) for i in range(request.top_logprobs)]
+            logprobs = [TokenLogprobs(-0.25, top) for _ in ids]
+        cached = CachedTokens(device=4, host=2, disk=1)
+        return TokensOut(request.rid, ids, len(request.input_ids), cached, logprobs, reason)
+
+    @property
+    def wait_s(self) -> float:
+        if not self.running:
+            return 1.0
+        patient = all(request.extra_key in ("slow", "mute") for request, _ in self.running)
+        return 0.02 if patient else 0.0
+
+
+def run_scripted(config: ServeConfig, to_engine: str, to_server: str) -> None:
+    """Answer until a Shutdown."""
+    with EnginePipes(to_engine, to_server) as pipes:
+        state = Scripted(pipes)
+        pipes.send(EngineReady(INFO | {"page_size": config.page_size}))
+        while True:
+            pipes.wait(state.wait_s)
+            for message in pipes.receive():
+                if isinstance(message, Shutdown):
+                    pipes.send(EngineDown())
+                    return
+                state.take(message)
+            state.step()
+
+
+def run_refusing(config: ServeConfig, to_engine: str, to_server: str) -> None:
+    """Refuse the model, as an engine does that can't run it."""
+    with EnginePipes(to_engine, to_server) as pipes:
+        pipes.send(EngineDown(f"{config.model_path}: scripted refusal", refused=True))
+
+
+def run_crashing(config: ServeConfig, to_engine: str, to_server: str) -> None:
+    """End before being ready."""
+    os._exit(9)
