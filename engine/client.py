@@ -38,7 +38,7 @@ from engine.pipes import LINGER_MS
 from hicache.errors import HiCacheError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, Callable
     from multiprocessing.context import SpawnProcess
 
     from engine.config import ServeConfig
@@ -140,7 +140,7 @@ class EngineClient:
             raise
         return self._info
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokensOut]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokensOut, None]:
         """Send a request and yield its tokens until the finish. A consumer that leaves before (cancel, aclose) aborts it.
 
         Raises EngineFailed for this request's failure, EngineDead if the engine is gone.
@@ -171,6 +171,10 @@ class EngineClient:
         waiter.queue.put_nowait(cut_off)
         del self._waiters[rid]
         return True
+
+    def abort_family(self, rid: str) -> int:
+        """Abort a request, and those named after it (`rid-0`, `rid-1`, …); returns how many."""
+        return sum(self.abort(name) for name in list(self._waiters) if name == rid or name.startswith(f"{rid}-"))
 
     def abort_all(self) -> int:
         """Abort every request; returns how many."""

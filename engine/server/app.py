@@ -1,0 +1,29 @@
+"""The HTTP application: endpoints, errors and the guard around one service."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+from engine.server import admin_api, native_api, openai_api
+from engine.server.errors import add_error_handlers
+from engine.server.guard import Guard
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from engine.server.service import Service
+
+__all__ = ["create_app"]
+
+
+def create_app(service: Service) -> ASGIApp:
+    """Make the app around a service whose engine is started. Who started the engine also stops it."""
+    app = FastAPI(title="hicache", version=version("hicache"), redirect_slashes=False)
+    app.state.service = service
+    for api in (openai_api, native_api, admin_api):
+        app.include_router(api.router)
+    add_error_handlers(app)
+    return Guard(app, service.config, service.metrics)

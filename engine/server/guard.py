@@ -1,0 +1,110 @@
+"""What stands before every endpoint: keys, body size, a request id, counting. Plain ASGI, so that streams pass untouched."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+from typing import TYPE_CHECKING
+
+from starlette.exceptions import HTTPException
+
+from engine.server.errors import ApiError, error_response
+from engine.server.streaming import ClientGone
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from engine.config import ServeConfig
+    from engine.server.metrics import ServerMetrics
+
+__all__ = ["ADMIN_PATHS", "Guard"]
+
+ADMIN_PATHS = frozenset({"/flush_cache"})
+OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
+MAX_BODY_BYTES = 64 << 20
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+class Guard:
+    """Wraps the app. Health and metrics are open to all, as probes and Prometheus expect."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._api_key = _bearer(config.api_key)
+        self._admin_key = _bearer(config.admin_api_key)
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request (ASGI)."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        call = _Call(scope, receive, send, headers)
+        with self._metrics.http_in_flight.track_inprogress():
+            try:
+                refused = self._refusal(scope["path"], headers)
+                app = self._app if refused is None else error_response(refused)
+                await app(scope, call.receive, call.send)
+            except ClientGone:
+                call.status = 499
+                self._metrics.disconnects.inc()
+            finally:
+                self._metrics.http_requests.labels(scope["method"], _route(scope), str(call.status)).inc()
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            return ApiError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
+        if not self._allowed(path, headers.get(b"authorization", b"")):
+            return ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+        return None
+
+    def _allowed(self, path: str, given: bytes) -> bool:
+        if path in OPEN_PATHS:
+            return True
+        if path in ADMIN_PATHS and self._admin_key is not None:
+            return hmac.compare_digest(given, self._admin_key)
+        if self._api_key is None:
+            return True
+        keys = [key for key in (self._api_key, self._admin_key) if key is not None]
+        matches = [hmac.compare_digest(given, key) for key in keys]  # all are compared, so the time tells nothing
+        return any(matches)
+
+
+class _Call:
+    """One request's channels, watched: bytes in are limited, the response gets its id and is remembered by status."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
+        self._receive = receive
+        self._send = send
+        self._left_bytes = MAX_BODY_BYTES
+        self.status = 500
+        given = headers.get(b"x-request-id", b"")
+        self._id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+
+    async def receive(self) -> Message:
+        """Receive, up to the limit (ASGI)."""
+        message = await self._receive()
+        self._left_bytes -= len(message.get("body", b""))
+        if self._left_bytes < 0:
+            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send, with the id (ASGI)."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", self._id)]}
+        await self._send(message)
+
+
+def _bearer(key: str | None) -> bytes | None:
+    return None if key is None else f"Bearer {key}".encode()
+
+
+def _route(scope: Scope) -> str:
+    """The path's pattern; unknown paths are one label, or a scanner could fill the registry."""
+    route = scope.get("route")
+    return getattr(route, "path", "unknown")

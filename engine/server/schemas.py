@@ -1,0 +1,359 @@
+"""Requests as clients send them: OpenAI's chat and completions, SGLang's /generate, and the small ones.
+
+OpenAI's bodies refuse what they don't know, and what this server can't do, by name; a parameter that changes nothing here
+(such as `user`) is taken and ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine.messages import SamplingParams
+
+__all__ = [
+    "AbortBody",
+    "ChatBody",
+    "ChatMessage",
+    "CompletionBody",
+    "DetokenizeBody",
+    "GenerateBody",
+    "NativeSampling",
+    "TokenizeBody",
+]
+
+INT32_MAX = 2**31 - 1
+MAX_N = 128
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20
+MAX_BATCH = 1024
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops = Annotated[list[StopString], Field(max_length=MAX_STOPS)] | StopString | None
+Key = Annotated[str, Field(max_length=1024)]
+Priority = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Repetition = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+
+
+def as_stops(stop: list[str] | str | None) -> tuple[str, ...]:
+    """Stop strings as a tuple."""
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides tokens."""
+
+    model_config = ConfigDict(extra="ignore")
+    include_usage: bool = False
+
+
+class ResponseFormat(BaseModel):
+    """Only plain text is served."""
+
+    type: Literal["text"] = "text"
+
+
+class OpenAIBody(BaseModel):
+    """What chat and completions have in common."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = 1
+    max_tokens: Count | None = None
+    stop: Stops = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[TokenId, Bias] | None = None
+    # taken and without effect here
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    # beyond OpenAI
+    top_k: TopK = -1
+    min_p: Unit = 0.0
+    repetition_penalty: Repetition = 1.0
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[TokenId] = []
+    skip_special_tokens: bool = True
+    cache_salt: Key = ""
+    extra_key: Key = ""
+    priority: Priority = 0
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """Most tokens of an answer, if the client said so."""
+        return self.max_tokens
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, max_new_tokens: int) -> SamplingParams:
+        """How each sequence is sampled."""
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=_top_k(self.top_k),
+            min_p=self.min_p,
+            seed=self.seed,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias or {},
+            min_new_tokens=self.min_tokens,
+        )
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+
+class TextPart(BaseModel):
+    """One part of a message; only text is served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The message's text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ChatBody(OpenAIBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0, description="Tool calls are not served.")] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    continue_final_message: bool = False
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """Most tokens of an answer, if the client said so."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """How many log-probabilities a token: None for none at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+
+Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
+
+
+class CompletionBody(OpenAIBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Prompt, Field(union_mode="left_to_right")]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    suffix: Annotated[str, Field(max_length=0, description="Infilling is not served.")] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or many, as text or token ids."""
+        return _batch(self.prompt)
+
+    @model_validator(mode="after")
+    def _only_what_is_served(self) -> Self:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of is only served when it equals n")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not served: there are no log-probabilities of prompt tokens")
+        if len(self.prompts) > MAX_BATCH:
+            raise ValueError(f"at most {MAX_BATCH} prompts a request")
+        return self
+
+
+class NativeSampling(BaseModel):
+    """`sampling_params` of POST /generate."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_new_tokens: Count | None = 128
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = -1
+    min_p: Unit = 0.0
+    frequency_penalty: Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    repetition_penalty: Repetition = 1.0
+    min_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    stop: Stops = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    logit_bias: dict[TokenId, Bias] | None = None
+    seed: Seed | None = None
+    sampling_seed: Seed | None = None
+    regex: None = None
+    ebnf: None = None
+    json_schema: None = None
+
+    def sampling(self, max_new_tokens: int) -> SamplingParams:
+        """How each sequence is sampled."""
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=_top_k(self.top_k),
+            min_p=self.min_p,
+            seed=self.seed if self.seed is not None else self.sampling_seed,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias or {},
+            min_new_tokens=self.min_new_tokens,
+        )
+
+
+class GenerateBody(BaseModel):
+    """POST /generate, as in SGLang: `text` or `input_ids`, one or a batch."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_BATCH)] | None = None
+    input_ids: Annotated[list[TokenId] | list[list[TokenId]], Field(min_length=1)] | None = None
+    sampling_params: NativeSampling | Annotated[list[NativeSampling], Field(min_length=1)] | None = None
+    rid: Key | list[Key] | None = None
+    stream: bool = False
+    return_logprob: bool = False
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprob_start_len: int | None = None
+    return_text_in_logprobs: bool = False
+    cache_salt: Key | None = None
+    extra_key: Key | None = None
+    priority: Priority | None = None
+    return_cached_tokens_details: bool = False
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the answer is a list."""
+        return isinstance(self.text, list) or (self.input_ids is not None and isinstance(self.input_ids[0], list))
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, as text or token ids."""
+        prompt = self.text if self.text is not None else self.input_ids
+        assert prompt is not None, "the validator lets no body without a prompt pass"
+        return _batch(prompt)
+
+    @property
+    def params(self) -> list[NativeSampling]:
+        """Sampling parameters, one a prompt."""
+        if isinstance(self.sampling_params, list):
+            return self.sampling_params
+        return [self.sampling_params or NativeSampling()] * len(self.prompts)
+
+    @property
+    def top(self) -> int | None:
+        """How many log-probabilities a token: None for none at all."""
+        return (self.top_logprobs_num or 0) if self.return_logprob else None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if (self.text is None) == (self.input_ids is None):
+            raise ValueError("give either text or input_ids")
+        count = len(self.prompts)
+        if count > MAX_BATCH:
+            raise ValueError(f"at most {MAX_BATCH} prompts a request")
+        if len(self.params) != count:
+            raise ValueError("sampling_params must be one object, or one for each prompt")
+        if isinstance(self.rid, list) and len(self.rid) != count:
+            raise ValueError("rid must be one string, or one for each prompt")
+        if self.return_logprob and self.logprob_start_len not in (None, -1):
+            raise ValueError("log-probabilities of prompt tokens are not served; logprob_start_len must be -1")
+        return self
+
+
+class TokenizeBody(BaseModel):
+    """POST /tokenize."""
+
+    model_config = ConfigDict(extra="ignore")
+    prompt: str | Annotated[list[str], Field(max_length=MAX_BATCH)]
+
+
+class DetokenizeBody(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(extra="ignore")
+    tokens: list[TokenId] | Annotated[list[list[TokenId]], Field(max_length=MAX_BATCH)]
+    skip_special_tokens: bool = True
+
+
+class AbortBody(BaseModel):
+    """POST /abort_request: one request, those of a batch, or all."""
+
+    model_config = ConfigDict(extra="ignore")
+    rid: Key = ""
+    abort_all: bool = False
+
+
+def _top_k(top_k: int) -> int:
+    """0 and -1 both turn it off."""
+    return top_k if top_k > 0 else -1
+
+
+def _batch(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [[i for i in prompt if isinstance(i, int)]]
+    return [item for item in prompt if not isinstance(item, int)]
