@@ -1,0 +1,489 @@
+"""The cache: what an engine calls. Composes tree, table, pools, policies and transfers; does nothing itself that they can do.
+
+A request's way:
+
+    lease = cache.open(tokens, namespace)      look-up; a prefetch from disk may start
+    cache.ready(lease)                         whether its prefetch policy lets it run now
+    cache.admit(lease, reserve_pages)          pin what is found, start loading it back
+    lease.state is LeaseState.ACTIVE           (after `poll`) lease.cached tokens need no computing
+    cache.extend(lease, tokens)                own slots for positions [0, tokens)
+    cache.commit(lease, tokens)                positions [0, tokens) are computed: full pages become shared
+    cache.release(lease)                       on every exit, in any state
+
+and `cache.poll()` at every step, prefill or decode. All of it on one thread, the scheduler's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import numpy as np
+from prometheus_client.core import GaugeMetricFamily
+
+from hicache.errors import CacheClosed
+from hicache.keys import KeyChain
+from hicache.lease import Lease, LeaseState
+from hicache.metrics import CacheMetrics, TierHits
+from hicache.moves import Mover
+from hicache.page_table import NOT_STORED, NOWHERE
+from hicache.prefetcher import Prefetcher
+from hicache.reclaim import Reclaimer
+from hicache.tiers import Tiers, as_ids
+from hicache.transfer.store_worker import StoreWorker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
+    from prometheus_client import Metric
+
+    from hicache.config import CacheConfig
+    from hicache.geometry import PageGeometry
+    from hicache.keys import Namespace
+    from hicache.pools import HostPool
+    from hicache.radix_tree import Match, Node
+    from hicache.transfer.operation import Copier, CopyOp, Operation
+    from storage.base import PageStore
+
+    Ids = npt.NDArray[np.int32]
+
+__all__ = ["HiCache"]
+
+
+def _runs(mask: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """(first, count) of each stretch of True."""
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
+    for first, end in zip(edges[::2], edges[1::2], strict=True):
+        yield first, end - first
+
+
+class HiCache:
+    """A hierarchical KV cache over a device pool, an optional host pool and an optional page store.
+
+    The pools' memory belongs to the caller's `make_copier`; the store stays the caller's to close, after the cache.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        geometry: PageGeometry,
+        *,
+        make_copier: Callable[[SimpleQueue[Operation]], Copier] | None = None,
+        host: HostPool | None = None,
+        store: PageStore | None = None,
+        secret: bytes = b"",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Build an empty cache. With host pages, `make_copier` (given the completion queue) and `host` are needed.
+
+        secret: seeds the key chain; a store's own secret is used where there is one.
+        """
+        completions: SimpleQueue[Operation] = SimpleQueue()
+        self.config = config
+        self.geometry = geometry
+        self.metrics = CacheMetrics(self._gauges, clock)
+        self._chain = KeyChain(config.hash_algo, store.secret if store is not None else secret, geometry.page_size)
+        self._t = Tiers(
+            config=config,
+            geometry=geometry,
+            chain=self._chain,
+            metrics=self.metrics,
+            copier=make_copier(completions) if make_copier is not None else None,
+            completions=completions,
+            worker=StoreWorker(store, host, completions) if store is not None and host is not None else None,
+            clock=clock,
+        )
+        assert config.host_pages == 0 or self._t.copier is not None, "a host pool needs a copier"
+        self._mover = Mover(self._t)
+        self._reclaimer = Reclaimer(self._t, self._mover)
+        self._prefetcher = Prefetcher(self._t, self._mover, self._reclaimer)
+        self._host = host
+        self._closed = False
+
+    # ---- a request
+
+    def open(self, tokens: Ids, namespace: Namespace, priority: int = 0) -> Lease:
+        """Look a prompt up and start what can be started before it is admitted. `tokens` is copied."""
+        if self._closed:
+            raise CacheClosed("the cache is closed")
+        root = self._t.tree.hold_root(self._chain.root(namespace))
+        data = bytearray(np.ascontiguousarray(tokens, np.int32).tobytes())
+        lease = Lease(root=root, tokens=data, prompt_tokens=len(tokens), priority=priority)
+        if self.config.reuse:
+            match = self._match(lease)
+            self._t.tree.touch(match.node, priority)
+            lease.found = (match.device, match.pages - match.device, 0)
+            self._prefetcher.begin(lease, match, self._limit_pages(lease))
+        return lease
+
+    def ready(self, lease: Lease) -> bool:
+        """Whether the prefetch policy lets a waiting lease be admitted now."""
+        prefetch = lease.prefetch
+        return prefetch is None or prefetch.finished or self._t.clock() >= prefetch.deadline_s
+
+    def room_pages(self) -> int:
+        """Device pages that are free or could be made free: all but those of running requests."""
+        t = self._t
+        return t.device.free + t.tree.device_pages - t.tree.pinned_device_pages
+
+    def admit(self, lease: Lease, reserve_pages: int) -> bool:
+        """Pin what the tree has of the prompt and start loading it back; False: not now, ask again after `poll`.
+
+        reserve_pages: device pages that must remain for others once this lease has all pages of its tokens.
+        Pages on their way for another request are waited for, not loaded twice.
+        """
+        assert lease.state is LeaseState.WAITING
+        t = self._t
+        match = self._match(lease) if self.config.reuse else None
+        if match is not None and self._on_their_way(match):
+            return False
+        node = self._pin_match(match) if match is not None else lease.root
+        pages, device = (match.pages, match.device) if match is not None else (0, 0)
+        own = self.geometry.pages(lease.num_tokens + 1) - device
+        if self.room_pages() < own + reserve_pages or not self._reclaimer.device_room(pages - device):
+            t.tree.unpin(node)
+            return False
+        self._prefetcher.stop(lease)
+        lease.node = node
+        ids = t.tree.path_ids(node)
+        lease.add_slots(t.table.device_slots.take(ids[:device]))
+        lease.shared = device
+        if device < pages:
+            self._load(lease, ids[device:])
+        else:
+            self._activate(lease)
+        return True
+
+    def extend(self, lease: Lease, tokens: int) -> bool:
+        """Own device slots for positions [0, tokens); False: no room now (nothing was taken)."""
+        need = self.geometry.pages(tokens) - lease.num_slots
+        if need <= 0:
+            return True
+        if not self._reclaimer.device_room(need):
+            return False
+        lease.add_slots(self._t.device.take(need))
+        return True
+
+    def commit(self, lease: Lease, tokens: int) -> None:
+        """Positions [0, tokens) are computed: share their full pages through the tree, and back them up as the policy says."""
+        full = tokens // self.geometry.page_size
+        if not self.config.reuse or full <= lease.shared:
+            return
+        tree, page = self._t.tree, self._t.tree.page_key_bytes
+        node = lease.node
+        assert node is not None
+        assert lease.num_tokens >= tokens, "tokens are appended before they are committed"
+        match = tree.match(node, lease.tokens, full * page, lease.shared * page)
+        if match.pages:
+            end = self._ends_at(match)
+            if not self._adopt(lease, tree.ids_between(node, end), end):
+                return
+            self._move_pin(lease, end)
+        if lease.shared < full:
+            self._share_new(lease, full)
+
+    def release(self, lease: Lease) -> None:
+        """End a lease, in any state; shared pages stay in the cache, own ones are freed. Idempotent."""
+        if lease.state is not LeaseState.RELEASED:
+            self.suspend(lease)
+            self._t.tree.drop_root(lease.root)
+            lease.state = LeaseState.RELEASED
+
+    def suspend(self, lease: Lease) -> None:
+        """Take a lease off the device: what is committed stays in the cache; it may be admitted again later."""
+        t = self._t
+        self._prefetcher.stop(lease)
+        if lease.node is not None:
+            t.tree.touch(lease.node, lease.priority, hits=0)
+            t.tree.unpin(lease.node)
+            lease.node = None
+        t.device.give(lease.cut_slots(lease.shared))
+        lease.num_slots = lease.shared = 0
+        lease.load = None
+        lease.state = LeaseState.WAITING
+
+    # ---- every step
+
+    def poll(self) -> int:
+        """Settle operations that have ended and make room ahead of need; returns how many ended."""
+        ended = self._mover.drain()
+        self._reclaimer.in_background()
+        return ended
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until an operation ends or the time is up, without settling it; False if nothing is in flight."""
+        t = self._t
+        if not t.in_flight:
+            return False
+        with contextlib.suppress(Empty):
+            t.completions.put(t.completions.get(timeout=timeout_s))
+        return True
+
+    @property
+    def in_flight(self) -> int:
+        """Operations that have not been settled."""
+        return self._t.in_flight
+
+    @property
+    def room_is_coming(self) -> bool:
+        """Whether copies in flight will make device room, so that an `extend` that failed may succeed later."""
+        return self._reclaimer.pending
+
+    # ---- the whole cache
+
+    def flush(self) -> int:
+        """Forget every page in memory that nobody uses; returns how many. The store keeps its records."""
+        t, count = self._t, 0
+        table = t.table
+        while (node := t.tree.host_order.pick(lambda node: not table.busy[node.pages[-1]])) is not None:
+            idle = t.idle_tail(node.pages, len(node.pages), node.host_len)
+            t.forget(node, idle)
+            count += idle
+        while (node := t.tree.device_order.pick(self._is_bare)) is not None:
+            idle = t.idle_tail(node.pages, len(node.pages), len(node.pages))
+            t.forget(node, idle)
+            count += idle
+        return count
+
+    def persist(self, deadline_s: float) -> None:
+        """Write to the store what it does not have, parents first, until done or `deadline_s` (of the clock) has passed."""
+        t = self._t
+        if t.worker is None:
+            return
+        for node in list(t.tree.nodes()):
+            while t.clock() < deadline_s and not self._persist_node(node):
+                self.wait(0.05)
+                self._mover.drain()
+        while t.in_flight and t.clock() < deadline_s:
+            self.wait(0.05)
+            self._mover.drain()
+
+    def stats(self) -> dict[str, object]:
+        """Every metric by name, as plain numbers, for `/cache/stats`."""
+        out: dict[str, object] = {}
+        for family in self.metrics.registry.collect():
+            for sample in family.samples:
+                if sample.name.endswith(("_created", "_bucket")):
+                    continue
+                if not sample.labels:
+                    out[sample.name] = sample.value
+                    continue
+                group = out.setdefault(sample.name, {})
+                assert isinstance(group, dict)
+                group["/".join(sample.labels.values())] = sample.value
+        return out
+
+    def close(self) -> None:
+        """End workers and settle what they did. Pools and store remain the caller's. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._t.copier is not None:
+            self._t.copier.close()
+        self._mover.drain()
+        if self._t.worker is not None:
+            self._t.worker.close()
+        self._mover.drain()
+
+    # ---- helpers
+
+    def _limit_pages(self, lease: Lease) -> int:
+        """Pages that may be reused: at least the last token is computed, since its logits are needed."""
+        return (lease.num_tokens - 1) // self.geometry.page_size
+
+    def _match(self, lease: Lease) -> Match:
+        tree = self._t.tree
+        return tree.match(lease.root, lease.tokens, self._limit_pages(lease) * tree.page_key_bytes)
+
+    def _ends_at(self, match: Match) -> Node:
+        """The node that ends where the match ends, split off if need be."""
+        if match.depth == len(match.node.pages):
+            return match.node
+        return self._t.tree.split(match.node, match.depth)
+
+    def _pin_match(self, match: Match) -> Node:
+        node = self._ends_at(match)
+        self._t.tree.pin(node)
+        return node
+
+    def _on_their_way(self, match: Match) -> bool:
+        if match.device == match.pages:
+            return False
+        ids = self._t.tree.path_ids(match.node)
+        return bool(self._t.table.loading.take(ids[match.device : match.pages]).any())
+
+    def _load(self, lease: Lease, ids: Ids) -> None:
+        """Start a load-back of host pages. The operation holds a pin of its own, so its pages outlive the lease."""
+        t, node = self._t, lease.node
+        assert node is not None
+        t.tree.pin(node)
+
+        def landed(op: CopyOp) -> None:
+            self._promote_path(node)
+            t.tree.unpin(node)
+            if lease.load is op:
+                lease.load = None
+                self._loaded(lease)
+
+        lease.state = LeaseState.LOADING
+        lease.load = self._mover.load_back(ids, t.device.take(len(ids)), landed)
+
+    def _promote_path(self, node: Node) -> None:
+        """Tell the tree which pages up to `node` are on the device by now."""
+        tree, slot = self._t.tree, self._t.table.device_slot
+        for each in tree.path(node):
+            assert each.parent is not None
+            if each.parent.device_len < len(each.parent.pages):
+                return
+            at = each.device_len
+            while at < len(each.pages) and slot[each.pages[at]] != NOWHERE:
+                at += 1
+            tree.promote(each, at - each.device_len)
+
+    def _loaded(self, lease: Lease) -> None:
+        """A lease's load has ended: go on with what is on the device."""
+        t = self._t
+        assert lease.node is not None
+        ids = t.tree.path_ids(lease.node)
+        slots = t.table.device_slots.take(ids)
+        lacking = np.flatnonzero(slots == NOWHERE)
+        usable = int(lacking[0]) if len(lacking) else len(ids)
+        lease.add_slots(slots[lease.shared : usable])
+        lease.shared = usable
+        if usable < len(ids):
+            self.metrics.recomputed_tokens.labels("load_failed").inc((len(ids) - usable) * self.geometry.page_size)
+            self._move_pin(lease, self._node_at(lease, usable))
+        self._activate(lease)
+
+    def _node_at(self, lease: Lease, pages: int) -> Node:
+        tree = self._t.tree
+        return self._ends_at(tree.match(lease.root, lease.tokens, pages * tree.page_key_bytes))
+
+    def _activate(self, lease: Lease) -> None:
+        """Everything usable is on the device: count the hit once, and the use of its pages."""
+        t = self._t
+        lease.state = LeaseState.ACTIVE
+        lease.cached = lease.shared * self.geometry.page_size
+        if not lease.counted:
+            lease.counted = True
+            lease.hits = self._split_by_tier(lease)
+            self.metrics.count_lookup(lease.prompt_tokens, lease.hits)
+        if lease.shared and lease.node is not None:
+            ids = t.tree.path_ids(lease.node)
+            t.table.hits[ids] = t.table.hits.take(ids) + 1
+            self._back_up_reused(lease.node)
+
+    def _split_by_tier(self, lease: Lease) -> TierHits:
+        """Reused tokens by the tier they were in at arrival; what others computed meanwhile was on the device when used."""
+        size, pages = self.geometry.page_size, lease.shared
+        device, host, disk = lease.found
+        in_device = min(pages, device)
+        in_host = min(pages - in_device, host)
+        in_disk = min(pages - in_device - in_host, disk)
+        late = pages - in_device - in_host - in_disk
+        return TierHits((in_device + late) * size, in_host * size, in_disk * size)
+
+    def _adopt(self, lease: Lease, ids: Ids, end: Node) -> bool:
+        """Share pages that the tree has already: use its device copies instead of ours, or give it ours.
+
+        False if some are just being loaded back for another request; they stay ours until a later commit.
+        """
+        t = self._t
+        if t.table.loading.take(ids).any():
+            return False
+        first, last = lease.shared, lease.shared + len(ids)
+        mine = lease.slots[first:last].copy()
+        theirs = t.table.device_slots.take(ids)
+        there = theirs != NOWHERE
+        t.device.give(mine[there])
+        lease.slots[first:last][there] = theirs[there]
+        t.land_on_device(ids[~there], mine[~there])
+        self._promote_path(end)
+        lease.shared = last
+        return True
+
+    def _share_new(self, lease: Lease, full: int) -> None:
+        """Insert own full pages that the tree lacks."""
+        t, page = self._t, self._t.tree.page_key_bytes
+        assert lease.node is not None
+        pages = t.table.new(full - lease.shared)
+        ids = as_ids(pages)
+        t.table.hits[ids] = 1
+        t.land_on_device(ids, lease.slots[lease.shared : full].copy())
+        tokens = lease.tokens[lease.shared * page : full * page]
+        node = t.tree.grow(lease.node, tokens, pages, on_device=True, priority=lease.priority)
+        lease.shared = full
+        if node is not lease.node:
+            self._move_pin(lease, node)
+        if t.rules.backup_hits == 1:
+            self._back_up(node, len(node.pages) - len(ids), ids)
+
+    def _move_pin(self, lease: Lease, node: Node) -> None:
+        assert lease.node is not None
+        self._t.tree.pin(node)
+        self._t.tree.unpin(lease.node)
+        lease.node = node
+
+    def _back_up_reused(self, node: Node) -> None:
+        """Copy down pages of the path that have just been used often enough (parents first)."""
+        t, threshold = self._t, self._t.rules.backup_hits
+        if threshold is None or threshold == 1:
+            return
+        for each in t.tree.path(node):
+            ids = as_ids(each.pages[: each.device_len])
+            if (t.table.hits.take(ids) == threshold).any():
+                self._back_up(each, 0, ids)
+
+    def _back_up(self, node: Node, first: int, ids: Ids) -> None:
+        """Copy what pages [first, first + len(ids)) of `node` lack down to the host, as far as it has room; count the rest."""
+        t = self._t
+        if t.config.host_pages == 0:
+            return
+        for at, count in _runs(self._lacks_host(ids)):
+            room = self._reclaimer.host_room(count)
+            if room < count:
+                t.metrics.dropped_pages.labels("backup_declined").inc(count - room)
+            if room:
+                self._mover.back_up(node, first + at, ids[at : at + room], t.host.take(room))
+            if room < count:
+                return
+
+    def _lacks_host(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        table = self._t.table
+        lacks: npt.NDArray[np.bool_] = (table.host_slots.take(ids) == NOWHERE) & (table.busys.take(ids) == 0)
+        return lacks
+
+    def _is_bare(self, node: Node) -> bool:
+        return node.children is None and node.host_len == 0 and not self._t.table.busy[node.pages[-1]]
+
+    def _persist_node(self, node: Node) -> bool:
+        """Start what brings `node` to the store; True when every page is there, or was refused."""
+        table = self._t.table
+        ids = as_ids(node.pages)
+        fresh = (table.stored.take(ids) == NOT_STORED) & (table.busys.take(ids) == 0)
+        on_host = table.host_slots.take(ids) != NOWHERE
+        for at, count in _runs(fresh & on_host):
+            self._mover.store(node, at, ids[at : at + count])
+        for at, count in _runs(fresh & ~on_host):
+            self._back_up(node, at, ids[at : at + count])
+        return not bool((table.stored.take(ids) == NOT_STORED).any())
+
+    def _gauges(self) -> Iterator[Metric]:
+        t = self._t
+        pages = GaugeMetricFamily("hicache_pages", "Slots of a tier by what holds them", labels=["tier", "state"])
+        private = t.device.owned - t.tree.device_pages
+        pages.add_metric(["device", "free"], t.device.free)
+        pages.add_metric(["device", "pinned"], t.tree.pinned_device_pages)
+        pages.add_metric(["device", "cached"], t.tree.device_pages - t.tree.pinned_device_pages)
+        pages.add_metric(["device", "private"], private)
+        pages.add_metric(["host", "free"], t.host.free)
+        pages.add_metric(["host", "cached"], t.host.owned)
+        capacity = GaugeMetricFamily("hicache_capacity_pages", "Slots of a tier", labels=["tier"])
+        capacity.add_metric(["device"], t.device.capacity)
+        capacity.add_metric(["host"], t.host.capacity)
+        flight = GaugeMetricFamily("hicache_operations_in_flight", "Operations that have not ended")
+        flight.add_metric([], t.in_flight)
+        yield from (pages, capacity, flight)

@@ -1,0 +1,200 @@
+"""Operations of the cache: how each begins, and what happens to the pages when it has ended.
+
+Slots are taken by the caller (`hicache.reclaim` makes room); from then on the operation owns them until it has ended.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hicache.page_table import REFUSED, STORED
+from hicache.transfer.operation import CopyOp, Operation, OpKind, OpState, PrefetchOp, ProbeOp, StoreOp
+from storage.base import GetOutcome, PutOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from hicache.radix_tree import Node
+    from hicache.tiers import Tiers
+    from storage.base import PageRef
+
+    Ids = npt.NDArray[np.int32]
+
+__all__ = ["Mover"]
+
+
+class Mover:
+    """Starts operations and settles them. Owned by the scheduler thread; `drain` runs there."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._t = tiers
+
+    def drain(self) -> int:
+        """Settle every operation that has ended; returns how many."""
+        t, count = self._t, 0
+        while not t.completions.empty():
+            op = t.completions.get()
+            t.in_flight -= 1
+            t.copying -= isinstance(op, CopyOp)
+            op.on_end(op)
+            count += 1
+        return count
+
+    # ---- device → host → disk
+
+    def back_up(self, node: Node, first: int, ids: Ids, slots: Ids, *, coming: int = 0) -> None:
+        """Copy device pages of `node`, the first of them at index `first`, into host slots.
+
+        coming: how many of them shall leave the device once they have landed (counted in `Tiers.coming_device` till then).
+        """
+        t = self._t
+        assert t.copier is not None
+        refs = t.refs(node, first, len(ids)) if t.worker is not None and t.rules.stores_at_once else []
+
+        def ended(op: Operation) -> None:
+            t.coming_device -= coming
+            self._backed_up(ids, slots, refs, op)
+
+        t.table.hold(ids)
+        t.in_flight += 1
+        t.copying += 1
+        t.coming_device += coming
+        src = t.table.device_slots.take(ids)
+        t.copier.submit(CopyOp(kind=OpKind.BACKUP, on_end=ended, ids=ids, src=src, dst=slots))
+
+    def _backed_up(self, ids: Ids, slots: Ids, refs: list[PageRef], op: Operation) -> None:
+        t = self._t
+        t.table.let_go(ids)
+        done = op.state is OpState.DONE
+        t.metrics.count_operation(op, len(ids) if done else 0, t.geometry.page_bytes)
+        if not done:
+            t.host.give(slots)
+            t.metrics.dropped_pages.labels("backup_failed").inc(len(ids))
+            return
+        t.land_on_host(ids, slots)
+        if refs and t.worker is not None:
+            self._store(ids, refs)
+
+    def store(self, node: Node, first: int, ids: Ids) -> None:
+        """Write host pages of `node`, the first of them at index `first`, to the store, so that they can leave the host."""
+        self._store(ids, self._t.refs(node, first, len(ids)), len(ids))
+
+    def _store(self, ids: Ids, refs: list[PageRef], coming: int = 0) -> None:
+        t = self._t
+        assert t.worker is not None
+
+        def ended(op: Operation) -> None:
+            assert isinstance(op, StoreOp)
+            t.coming_host -= coming
+            del t.storing[op]
+            self._stored(ids, op)
+
+        t.table.hold(ids)
+        t.in_flight += 1
+        t.coming_host += coming
+        slots = t.table.host_slots.take(ids)
+        store_op = StoreOp(kind=OpKind.STORE, on_end=ended, ids=ids, slots=slots, refs=refs)
+        t.storing[store_op] = None
+        t.worker.submit(store_op)
+
+    def _stored(self, ids: Ids, op: StoreOp) -> None:
+        t = self._t
+        t.table.let_go(ids)
+        kept = 0
+        for i, outcome in zip(ids.tolist(), op.outcomes, strict=False):
+            if outcome in (PutOutcome.STORED, PutOutcome.PRESENT):
+                t.table.store[i] = STORED
+                kept += 1
+            else:
+                t.table.store[i] = REFUSED
+                t.metrics.store_errors.labels(f"put_{outcome.value}").inc()
+        if op.state is OpState.FAILED:
+            t.table.stored[ids] = REFUSED
+            t.metrics.store_errors.labels(op.error_kind).inc()
+        if kept < len(ids):
+            t.metrics.dropped_pages.labels("not_stored").inc(len(ids) - kept)
+        t.metrics.count_operation(op, kept, t.geometry.page_bytes)
+
+    # ---- host → device
+
+    def load_back(self, ids: Ids, slots: Ids, ended: Callable[[CopyOp], None]) -> CopyOp:
+        """Copy host pages into device slots. `ended` runs once the table knows of it (or the slots are free again)."""
+        t = self._t
+        assert t.copier is not None
+
+        def settle(op: Operation) -> None:
+            assert isinstance(op, CopyOp)
+            self._loaded(op)
+            ended(op)
+
+        op = CopyOp(kind=OpKind.LOAD_BACK, on_end=settle, ids=ids, src=t.table.host_slots.take(ids), dst=slots)
+        t.table.hold(ids)
+        t.table.loading[ids] = 1
+        t.in_flight += 1
+        t.copying += 1
+        t.copier.submit(op)
+        return op
+
+    def _loaded(self, op: CopyOp) -> None:
+        t = self._t
+        t.table.let_go(op.ids)
+        t.table.loading[op.ids] = 0
+        done = op.state is OpState.DONE
+        t.metrics.count_operation(op, len(op.ids) if done else 0, t.geometry.page_bytes)
+        if done:
+            t.land_on_device(op.ids, op.dst)
+        else:
+            t.device.give(op.dst)
+
+    # ---- disk → host
+
+    def probe(self, keys: Sequence[bytes], ended: Callable[[ProbeOp], None]) -> ProbeOp:
+        """Ask the store how many of `keys` it has."""
+        t = self._t
+        assert t.worker is not None
+
+        def settle(op: Operation) -> None:
+            assert isinstance(op, ProbeOp)
+            if op.state is OpState.FAILED:
+                t.metrics.store_errors.labels(op.error_kind).inc()
+            t.metrics.count_operation(op, 0, 0)
+            ended(op)
+
+        op = ProbeOp(kind=OpKind.PROBE, on_end=settle, keys=keys)
+        t.in_flight += 1
+        t.worker.submit(op)
+        return op
+
+    def prefetch(self, refs: Sequence[PageRef], slots: Ids, ended: Callable[[PrefetchOp, int], None]) -> PrefetchOp:
+        """Read pages from the store into host slots; `ended` gets the number of leading pages that are good.
+
+        The slots stay the caller's: it keeps or frees them in `ended`.
+        """
+        t = self._t
+        assert t.worker is not None
+
+        def settle(op: Operation) -> None:
+            assert isinstance(op, PrefetchOp)
+            good = self._read(op)
+            t.metrics.count_operation(op, good, t.geometry.page_bytes)
+            ended(op, good)
+
+        op = PrefetchOp(kind=OpKind.PREFETCH, on_end=settle, slots=slots, refs=refs)
+        t.in_flight += 1
+        t.worker.submit(op)
+        return op
+
+    def _read(self, op: PrefetchOp) -> int:
+        errors = self._t.metrics.store_errors
+        if op.state is OpState.FAILED:
+            errors.labels(op.error_kind).inc()
+        good = 0
+        while good < len(op.outcomes) and op.outcomes[good] is GetOutcome.HIT:
+            good += 1
+        for outcome in op.outcomes:
+            if outcome in (GetOutcome.CORRUPT, GetOutcome.MISMATCH, GetOutcome.FAILED):
+                errors.labels(f"get_{outcome.value}").inc()
+        return good

@@ -1,0 +1,179 @@
+"""The state that the parts of the cache share, and the few things that may be done to a page's copies.
+
+Everything here belongs to the scheduler thread.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache.page_table import NOWHERE, PageTable
+from hicache.policies.write import WriteRules, write_rules
+from hicache.pools import SlotPool
+from hicache.radix_tree import RadixTree
+from storage.base import PageRef
+
+if TYPE_CHECKING:
+    from array import array
+    from collections.abc import Callable
+    from queue import SimpleQueue
+
+    import numpy.typing as npt
+
+    from hicache.config import CacheConfig
+    from hicache.geometry import PageGeometry
+    from hicache.keys import KeyChain
+    from hicache.metrics import CacheMetrics
+    from hicache.radix_tree import Node
+    from hicache.transfer.operation import Copier, Operation
+    from hicache.transfer.store_worker import StoreWorker
+
+    Ids = npt.NDArray[np.int32]
+
+__all__ = ["Tiers", "as_ids"]
+
+STALL_S = 2.0
+
+
+def as_ids(pages: array[int]) -> Ids:
+    """An own int32 array of a run of pages (a view would keep the run from growing)."""
+    return np.array(pages, np.int32)
+
+
+@dataclass(eq=False)
+class Tiers:
+    """Tree, table, slot pools, workers: one of each.
+
+    mirrors: pages on device and host whose host copy could go, oldest backup first (a dict for its order).
+    storing: writes to the store in flight, oldest first.
+    in_flight: operations that have not been drained; copying: those of them between device and host. coming_device,
+    coming_host: pages that copies in flight will make droppable from that tier.
+    """
+
+    config: CacheConfig
+    geometry: PageGeometry
+    chain: KeyChain
+    metrics: CacheMetrics
+    copier: Copier | None
+    completions: SimpleQueue[Operation]
+    worker: StoreWorker | None = None
+    clock: Callable[[], float] = time.monotonic
+    mirrors: dict[int, None] = field(default_factory=dict)
+    storing: dict[Operation, None] = field(default_factory=dict)
+    in_flight: int = 0
+    copying: int = 0
+    coming_device: int = 0
+    coming_host: int = 0
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.rules: WriteRules = write_rules(config)
+        self.device = SlotPool(config.device_pages)
+        self.host = SlotPool(config.host_pages)
+        self.table = PageTable(config.device_pages + config.host_pages)
+        self.tree = RadixTree(self.geometry.page_size, config.eviction, self.chain.key_bytes)
+
+    @property
+    def store_stalls(self) -> bool:
+        """Whether the oldest write to the store takes so long that nobody should wait for it."""
+        oldest = next(iter(self.storing), None)
+        return oldest is not None and time.perf_counter() - oldest.started_s > STALL_S
+
+    # ---- keys
+
+    def keys(self, node: Node) -> bytearray:
+        """Keys of all pages of `node`, computed where they were not needed before."""
+        size = self.chain.key_bytes
+        if node.parent is None or len(node.hashes) == len(node.pages) * size:
+            return node.hashes
+        for each in self.tree.path(node):
+            done = len(each.hashes) // size
+            if done < len(each.pages):
+                assert each.parent is not None
+                before = bytes(each.hashes[-size:] if done else each.parent.hashes[-size:])
+                each.hashes += b"".join(self.chain.extend(before, bytes(each.key[done * self.tree.page_key_bytes :])))
+        return node.hashes
+
+    def key_at(self, node: Node, depth: int) -> bytes:
+        """Key of the page that ends `depth` pages into `node`; the root key for a root."""
+        keys, size = self.keys(node), self.chain.key_bytes
+        if node.parent is None:
+            return bytes(keys)
+        return bytes(keys[(depth - 1) * size : depth * size])
+
+    def refs(self, node: Node, first: int, count: int) -> list[PageRef]:
+        """What the store must know of pages [first, first + count) of `node`."""
+        size, page = self.chain.key_bytes, self.tree.page_key_bytes
+        keys = self.keys(node)
+        above = node.parent
+        assert above is not None
+        parent = bytes(self.keys(above)[-size:] if first == 0 else keys[(first - 1) * size : first * size])
+        root = bytes(self._root(node).hashes)
+        out = []
+        for i in range(first, first + count):
+            key = bytes(keys[i * size : (i + 1) * size])
+            out.append(PageRef(key, parent, root, bytes(node.key[i * page : (i + 1) * page])))
+            parent = key
+        return out
+
+    def _root(self, node: Node) -> Node:
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+    # ---- copies of pages
+
+    def land_on_device(self, ids: Ids, slots: Ids) -> None:
+        """The bytes of these pages are in these device slots now, which become theirs."""
+        self.table.device_slots[ids] = slots
+        for i, host in zip(ids.tolist(), self.table.host_slots.take(ids).tolist(), strict=True):
+            if host != NOWHERE:
+                self.mirrors[i] = None
+
+    def land_on_host(self, ids: Ids, slots: Ids) -> None:
+        """The bytes of these pages are in these host slots now, which become theirs."""
+        self.table.host_slots[ids] = slots
+        for i, device in zip(ids.tolist(), self.table.device_slots.take(ids).tolist(), strict=True):
+            if device != NOWHERE:
+                self.mirrors[i] = None
+
+    def leave_device(self, ids: Ids) -> None:
+        """Free these pages' device slots."""
+        self.device.give(self.table.device_slots.take(ids))
+        self.table.device_slots[ids] = NOWHERE
+        for i in ids.tolist():
+            self.mirrors.pop(i, None)
+
+    def leave_host(self, ids: Ids) -> None:
+        """Free these pages' host slots."""
+        self.host.give(self.table.host_slots.take(ids))
+        self.table.host_slots[ids] = NOWHERE
+        for i in ids.tolist():
+            self.mirrors.pop(i, None)
+
+    def demote(self, node: Node, count: int) -> None:
+        """Drop the device copies of the last `count` device pages of `node`; each has a host copy."""
+        ids = as_ids(node.pages[node.device_len - count : node.device_len])
+        self.tree.demote(node, count)
+        self.leave_device(ids)
+
+    def forget(self, node: Node, count: int) -> None:
+        """Drop every copy in memory of the last `count` pages of `node`, a leaf, and the pages themselves."""
+        ids = as_ids(self.tree.truncate(node, count))
+        table = self.table
+        on_device = ids[table.device_slots.take(ids) != NOWHERE]
+        on_host = ids[table.host_slots.take(ids) != NOWHERE]
+        self.leave_device(on_device)
+        self.leave_host(on_host)
+        table.release(ids.tolist())
+
+    def idle_tail(self, pages: array[int], end: int, most: int) -> int:
+        """How many of pages[:end], from the end on and at most `most`, have nothing in flight."""
+        busy, count = self.table.busy, 0
+        while count < most and count < end and not busy[pages[end - 1 - count]]:
+            count += 1
+        return count

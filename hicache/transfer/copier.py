@@ -1,0 +1,82 @@
+"""Copies between two pools in CPU memory, on worker threads: one thread a direction, completing like a GPU's copy streams."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hicache.transfer.operation import CopyOp, Operation, OpKind, OpState
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy.typing as npt
+
+    from hicache.pools import DevicePool, HostPool
+
+    Ints = npt.NDArray[np.int32]
+
+__all__ = ["ThreadCopier", "copy_pages", "runs"]
+
+logger = logging.getLogger(__name__)
+
+
+def runs(src: Ints, dst: Ints) -> Iterator[tuple[int, int, int]]:
+    """Coalesce page moves: (first src slot, first dst slot, count) for each stretch where both sides are neighbours."""
+    if len(src) == 0:
+        return
+    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = [0, *breaks.tolist()]
+    for a, b in zip(starts, [*starts[1:], len(src)], strict=True):
+        yield int(src[a]), int(dst[a]), b - a
+
+
+def copy_pages(src_pool: npt.NDArray[np.uint8], src: Ints, dst_pool: npt.NDArray[np.uint8], dst: Ints) -> None:
+    """Copy pages between two blobs of equal page size, neighbours in one memcpy."""
+    for a, b, n in runs(src, dst):
+        dst_pool[b : b + n] = src_pool[a : a + n]
+
+
+class ThreadCopier:
+    """A Copier over a CPU device pool. Errors end the operation as failed; the thread lives on."""
+
+    def __init__(self, device: DevicePool, host: HostPool, completions: SimpleQueue[Operation]) -> None:
+        self._device = device.data.numpy()
+        self._host = host.data
+        self._completions = completions
+        self._queues: dict[OpKind, SimpleQueue[CopyOp | None]] = {OpKind.BACKUP: SimpleQueue(), OpKind.LOAD_BACK: SimpleQueue()}
+        self._threads = [
+            threading.Thread(target=self._work, args=(queue,), name=f"hicache-{kind}", daemon=True)
+            for kind, queue in self._queues.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, op: CopyOp) -> None:
+        """Queue a copy on its direction's thread."""
+        self._queues[op.kind].put(op)
+
+    def close(self) -> None:
+        """Let both threads finish their queues and end."""
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _work(self, queue: SimpleQueue[CopyOp | None]) -> None:
+        while (op := queue.get()) is not None:
+            try:
+                if op.kind is OpKind.BACKUP:
+                    copy_pages(self._device, op.src, self._host, op.dst)
+                else:
+                    copy_pages(self._host, op.src, self._device, op.dst)
+                op.end(OpState.DONE)
+            except Exception as error:
+                logger.exception("%s of %d pages failed", op.kind, len(op.ids))
+                op.fail(error)
+            self._completions.put(op)

@@ -1,0 +1,93 @@
+"""Runs store accesses off the scheduler thread: one thread writes, one reads, one answers probes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from hicache.transfer.operation import Operation, OpState, PrefetchOp, ProbeOp, StoreOp
+from storage.base import GetOutcome, PageRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hicache.pools import HostPool
+    from storage.base import PageStore
+
+__all__ = ["StoreWorker"]
+
+logger = logging.getLogger(__name__)
+
+PAGES_A_READ = 16
+"""Pages asked of the store at once; a prefetch can be cancelled between two such reads."""
+
+
+class StoreWorker:
+    """Feeds one PageStore. Operations of a kind run in order; an exception ends the operation as failed and the thread lives.
+
+    A read that hangs holds up later reads, never the scheduler: whoever waits has a deadline.
+    """
+
+    def __init__(self, store: PageStore, host: HostPool, completions: SimpleQueue[Operation]) -> None:
+        self.store = store
+        self._host = host
+        self._completions = completions
+        self._queues: dict[type[Operation], SimpleQueue[Operation | None]] = {}
+        self._threads: list[threading.Thread] = []
+        runners: dict[type[Operation], Callable[..., None]] = {
+            StoreOp: self._write,
+            PrefetchOp: self._read,
+            ProbeOp: self._probe,
+        }
+        for op_type, run in runners.items():
+            queue = self._queues[op_type] = SimpleQueue()
+            thread = threading.Thread(
+                target=self._work, args=(queue, run), name=f"hicache-{op_type.__name__.lower()}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def submit(self, op: Operation) -> None:
+        """Queue an operation; returns at once. Owner thread."""
+        self._queues[type(op)].put(op)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Let the threads finish their queues; False if one hangs past the timeout. The store stays open."""
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self, queue: SimpleQueue[Operation | None], run: Callable[[Operation], None]) -> None:
+        while (op := queue.get()) is not None:
+            try:
+                if op.cancelled:
+                    op.end(OpState.CANCELLED)
+                else:
+                    run(op)
+                    op.end(OpState.DONE)
+            except Exception as error:
+                logger.warning("%s failed: %s", op.kind, error)
+                op.fail(error)
+            self._completions.put(op)
+
+    def _write(self, op: StoreOp) -> None:
+        records = [PageRecord(ref, self._host.page(slot)) for ref, slot in zip(op.refs, op.slots.tolist(), strict=True)]
+        op.outcomes = self.store.put_many(records)
+
+    def _read(self, op: PrefetchOp) -> None:
+        slots = op.slots.tolist()
+        for at in range(0, len(slots), PAGES_A_READ):
+            if op.cancelled:
+                return
+            refs = op.refs[at : at + PAGES_A_READ]
+            got = self.store.get_many(refs, [self._host.page(slot) for slot in slots[at : at + PAGES_A_READ]])
+            op.outcomes += got
+            if any(outcome is not GetOutcome.HIT for outcome in got):
+                return
+
+    def _probe(self, op: ProbeOp) -> None:
+        op.found = self.store.count_prefix(op.keys)
