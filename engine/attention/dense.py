@@ -7,7 +7,7 @@ import torch
 __all__ = ["dense_attention"]
 
 QUERY_BLOCK = 128
-"""Queries whose scores exist at once; bounds the memory to heads × block × keys."""
+"""Queries whose scores exist at once; bounds the memory to heads x block x keys."""
 
 
 def dense_attention(

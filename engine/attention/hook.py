@@ -38,6 +38,13 @@ class HookCall(NamedTuple):
     sinks: torch.Tensor | None
     others: dict[str, Any]
 
+    @property
+    def layer_idx(self) -> int:
+        """The module's own index of its layer."""
+        index = self.module.layer_idx
+        assert isinstance(index, int), f"layer index {index}"
+        return index
+
 
 class AttentionHandler(Protocol):
     """Answers the attention calls of one forward."""

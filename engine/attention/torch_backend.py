@@ -112,15 +112,20 @@ class TorchBackend:
         else:
             low, high = segment.keys
             keys, values = (part[0, low:high] for part in self._gather(pages, segment.pages, 1))
-        q = call.q[segment.begin : segment.end].unflatten(1, (layer.kv_heads, -1)).permute(1, 2, 0, 3)
+        q = (
+            call.q[segment.begin : segment.end]
+            .view(-1, layer.kv_heads, layer.q_heads // layer.kv_heads, layer.k_dim)
+            .permute(1, 2, 0, 3)
+        )
         out = _attend_sequence(layer, q, keys.transpose(0, 1), values.transpose(0, 1), segment.mask, call.sinks)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
     def _attend_decodes(self, layer: LayerSpec, call: LayerCall, pages: _LayerPages, group: DecodeGroup) -> torch.Tensor:
         """Attend for one row each of several sequences; returns (rows, q_heads, v_dim)."""
-        q = (call.q if group.rows is None else call.q[group.rows]).unflatten(1, (layer.kv_heads, -1))
+        q = call.q if group.rows is None else call.q[group.rows]
+        q = q.view(-1, layer.kv_heads, layer.q_heads // layer.kv_heads, layer.k_dim)
         low, high = group.keys
-        keys, values = (part[:, low:high].transpose(1, 2) for part in self._gather(pages, group.pages, group.count))
+        keys, values = (part[:, low:high].transpose(1, 2) for part in self._gather(pages, group.pages, group.sequences))
         if _is_fused(layer):
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask, scale=layer.scale)
         else:

@@ -55,7 +55,7 @@ class DecodeGroup(NamedTuple):
     """
 
     rows: torch.Tensor | None
-    count: int
+    sequences: int
     pages: torch.Tensor
     keys: tuple[int, int]
     mask: torch.Tensor | None

@@ -1,0 +1,64 @@
+"""Run a packed batch through a transformers model whose attention reads and writes pages."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.attention.base import LayerCall
+from engine.attention.hook import attending
+
+if TYPE_CHECKING:
+    from engine.attention.base import AttentionBackend
+    from engine.attention.hook import HookCall
+    from engine.batch import Batch
+    from engine.model import LoadedModel
+
+__all__ = ["ModelRunner"]
+
+
+class ModelRunner:
+    """Forwards of one model over one backend's pages. Used by one thread (the loop's)."""
+
+    def __init__(self, model: LoadedModel, backend: AttentionBackend) -> None:
+        self._hf = model.hf
+        self._device = model.device
+        self._backend = backend
+        self._layers = {layer.layer_idx: layer for layer in model.layers}
+        self._picks_logits = "logits_to_keep" in inspect.signature(model.hf.forward).parameters
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Compute a step: write the KV of its tokens to their pages and return the logits after each chunk.
+
+        Returns float32 (num_chunks, vocab) on the model's device, a row a chunk; the caller owns it.
+        """
+        self._backend.plan(batch)
+        ids = np.concatenate([chunk.tokens for chunk in batch.chunks])
+        positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in batch.chunks])
+        last = self._tensor(np.cumsum([len(chunk.tokens) for chunk in batch.chunks]) - 1)
+        # A tensor and never a number: Gemma 4 cuts queries by a number.
+        kept = {"logits_to_keep": last} if self._picks_logits else {}
+        with attending(self._attend):
+            output = self._hf(
+                input_ids=self._tensor(ids)[None],
+                position_ids=self._tensor(positions)[None],
+                attention_mask=None,
+                use_cache=False,
+                **kept,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return (logits if kept else logits[last]).float()
+
+    def _attend(self, call: HookCall) -> torch.Tensor:
+        """Answer one layer's attention call of the running forward."""
+        layer = self._layers[call.layer_idx]
+        q, k, v = (part[0].transpose(0, 1) for part in (call.query, call.key, call.value))
+        sinks = None if call.sinks is None else call.sinks.reshape(-1)
+        return self._backend.attend(layer, LayerCall(q, k, v, sinks))[None]
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64, copy=False)).to(self._device)
