@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GetOutcome",
+    "Medium",
     "NamespaceInfo",
     "NamespaceStats",
     "PageRecord",
@@ -94,6 +95,14 @@ class StoreStats(NamedTuple):
     evicted_pages: int  # since open
     namespaces: tuple[NamespaceStats, ...]
     errors: Mapping[str, int]
+
+
+class Medium(Protocol):
+    """Stands between a store's medium and its verification, to damage what is read: for fault injection only."""
+
+    def after_read(self, payload: memoryview, got_bytes: int) -> int:
+        """Look at, and perhaps damage, a payload just read; returns the bytes the store shall believe it read."""
+        ...
 
 
 @runtime_checkable

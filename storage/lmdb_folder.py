@@ -1,0 +1,194 @@
+"""Opening a store's folder: locks, identity, a look at the index from a child process, a fresh one if it is beyond use."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from storage.base import NamespaceInfo
+from storage.errors import StoreLocationError, StoreUnavailable
+from storage.identity import State, boot_id, load_identity, load_state, save_state
+from storage.location import lock_exclusive, lock_shared, prepare_folder, reserve, wait_exclusive
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["MIN_CAPACITY_BYTES", "StoreFolder", "index_bytes"]
+
+MIN_CAPACITY_BYTES = 8 << 20
+
+_log = logging.getLogger(__name__)
+_MIB = 1 << 20
+_CHECK_TIMEOUT_S = 600.0
+_INDEX = "index.lmdb"
+_NAMESPACES = "NAMESPACES"
+_open_lock = threading.Lock()
+_open_folders: set[tuple[int, int]] = set()
+
+
+def index_bytes(capacity_bytes: int) -> int:
+    """Size of the index file, reserved on disk when the store is made: 1/128 of the capacity, at least 2 MiB.
+
+    That is enough for pages of 40 KiB and up; a store of smaller pages is full when its index is.
+    """
+    return max(2 * _MIB, -(-capacity_bytes // 128 // _MIB) * _MIB)
+
+
+class StoreFolder:
+    """Holds a store's folder for one process: one opening a process, any number of processes a folder.
+
+    sole: no other process had the store open. fresh_index: the index is new while slab files may hold records.
+    """
+
+    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+        prepare_folder(folder)
+        self.path = folder.resolve()
+        self._claim()
+        try:
+            self._enter(capacity_bytes)
+        except BaseException:
+            self._unclaim()
+            raise
+
+    @property
+    def index_path(self) -> Path:
+        return self.path / _INDEX
+
+    def reserve_index(self) -> None:
+        """Take the index file's blocks now, so that a full disk can't fail a commit. Raises StoreFull."""
+        reserve(self.index_path, self.index_bytes)
+
+    def overhead_bytes(self) -> int:
+        """Bytes on disk of all that is not a slab file, the folder included."""
+        files = [path for path in self.path.iterdir() if not path.name.startswith("slab-")]
+        return sum(_disk_bytes(path) for path in [self.path, *files])
+
+    def remember_namespace(self, info: NamespaceInfo) -> None:
+        """Note a namespace outside the index too, for the day the index must be built anew. Raises OSError."""
+        body = json.dumps({"digest": info.digest.hex(), "tenant": info.tenant, "labels": dict(info.labels)})
+        line = f"{xxhash.xxh3_64_hexdigest(body.encode())} {body}\n".encode()
+        fd = os.open(self.path / _NAMESPACES, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, line)
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+    def remembered_namespaces(self) -> Iterator[NamespaceInfo]:
+        """Yield the noted namespaces whose lines are whole."""
+        path = self.path / _NAMESPACES
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+            digest, _, body = line.partition(" ")
+            if digest == xxhash.xxh3_64_hexdigest(body.encode()):
+                fields = json.loads(body)
+                yield NamespaceInfo(bytes.fromhex(fields["digest"]), fields["labels"], fields["tenant"])
+
+    def set_index_aside(self, reason: str) -> None:
+        """Rename a useless index, keep the last such one for a look, and reserve a new one."""
+        aside = self.path / f"index.damaged-{time.strftime('%Y%m%dT%H%M%S')}"
+        for old in self.path.glob("index.damaged-*"):
+            old.unlink()
+        self.index_path.rename(aside)
+        self._lock_file().unlink(missing_ok=True)
+        _log.warning("store index of %s is damaged (%s): set aside as %s", self.path, reason, aside.name)
+        self.fresh_index = True
+
+    def close(self, clean: bool) -> None:
+        """Leave the folder; `clean` says that all is synced. Idempotent."""
+        if self._lock_fd < 0:
+            return
+        try:
+            if clean and lock_exclusive(self._lock_fd):
+                save_state(self.path, self._state(clean=True))
+        finally:
+            self._unclaim()
+
+    # helpers
+
+    def _claim(self) -> None:
+        stat = self.path.stat()
+        self._identity_of_folder = (stat.st_dev, stat.st_ino)
+        with _open_lock:
+            if self._identity_of_folder in _open_folders:
+                raise StoreUnavailable(f"{self.path} is open in this process already")
+            _open_folders.add(self._identity_of_folder)
+        self._lock_fd = -1
+
+    def _unclaim(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+        with _open_lock:
+            _open_folders.discard(self._identity_of_folder)
+
+    def _enter(self, capacity_bytes: int) -> None:
+        """Take the locks. Who comes first alone looks the index over; who comes later trusts and adapts to the first."""
+        try:
+            opening = os.open(self.path / "OPENING", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock_fd = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreLocationError(f"{self.path} can't hold a store: {error.strerror}") from error
+        try:
+            wait_exclusive(opening)
+            self.sole = lock_exclusive(self._lock_fd)
+            self.secret = load_identity(self.path).secret
+            self._adopt(load_state(self.path), capacity_bytes)
+            lock_shared(self._lock_fd)
+        finally:
+            os.close(opening)
+
+    def _adopt(self, left: State | None, capacity_bytes: int) -> None:
+        self.fresh_index = not self.index_path.exists()
+        self.was_clean = left is not None and left.clean
+        if left is not None and not self.sole:
+            self.capacity_bytes, self.index_bytes = left.capacity_bytes, left.index_bytes
+            if capacity_bytes != left.capacity_bytes:
+                _log.warning("%s is in use with a capacity of %d bytes; that stays", self.path, left.capacity_bytes)
+            return
+        if not self.fresh_index:
+            self._examine(left)
+        found = 0 if self.fresh_index else self.index_path.stat().st_size
+        self.capacity_bytes = capacity_bytes
+        self.index_bytes = max(index_bytes(capacity_bytes), -(-found // _MIB) * _MIB)
+        save_state(self.path, self._state(clean=False))
+
+    def _examine(self, left: State | None) -> None:
+        """Let a child process walk the index: a damaged B-tree kills who walks it."""
+        thorough = left is None or not left.clean
+        size = max(self.index_path.stat().st_size, _MIB)
+        command = [sys.executable, "-m", "storage.check_structure", str(self.index_path), str(size)]
+        command += ["--thorough"] if thorough else []
+        package_parent = str(Path(__file__).resolve().parent.parent)
+        environment = {**os.environ, "PYTHONPATH": package_parent, "PYTHONDONTWRITEBYTECODE": "1"}
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            self.set_index_aside("the walk does not end")
+            return
+        if done.returncode:
+            last = (done.stdout.strip().splitlines() or [f"the walk died with status {done.returncode}"])[-1]
+            self.set_index_aside(last)
+
+    def _state(self, *, clean: bool) -> State:
+        return State(clean, boot_id(), self.capacity_bytes, self.index_bytes)
+
+    def _lock_file(self) -> Path:
+        return self.path / f"{_INDEX}-lock"
+
+
+def _disk_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,115 @@
+"""Slab files: one file for each slot size, records at whole slots. Which slots are in use only the index knows.
+
+A slot is the smallest run of blocks that holds its record. Any thread may read; whoever writes holds the index's write lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+from storage.location import punch_hole
+from storage.record import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["SlabFiles", "SlotWrite", "slot_blocks"]
+
+_MAX_RUN_RECORDS = 64  # two buffers a record, well below IOV_MAX
+
+
+class SlotWrite(NamedTuple):
+    """A record on its way to a slot: its padded header and its payload."""
+
+    slot: int
+    header: bytes
+    payload: memoryview
+
+
+def slot_blocks(header_size: int, payload_bytes: int) -> int:
+    """Size of the slot for a record, in blocks."""
+    return -(-(header_size + payload_bytes) // BLOCK_BYTES)
+
+
+class SlabFiles:
+    """The slab files of one folder, opened when first used."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._fds: dict[int, int] = {}
+        self._unsynced: set[int] = set()
+        self._lock = threading.Lock()
+
+    def path(self, blocks: int) -> Path:
+        """Path of the file whose slots have `blocks` blocks."""
+        return self.folder / f"slab-{blocks:08d}.bin"
+
+    def found(self) -> list[int]:
+        """Slot sizes, in blocks, of the files that exist."""
+        return sorted(int(path.stem[5:]) for path in self.folder.glob("slab-*.bin") if path.stem[5:].isdecimal())
+
+    def fd(self, blocks: int) -> int:
+        """File descriptor for slots of `blocks` blocks; the file is created if need be. Raises OSError."""
+        fd = self._fds.get(blocks)
+        if fd is None:
+            with self._lock:
+                fd = self._fds.get(blocks)
+                if fd is None:
+                    fd = os.open(self.path(blocks), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                    self._fds[blocks] = fd
+        return fd
+
+    def write(self, blocks: int, writes: Sequence[SlotWrite]) -> None:
+        """Write records, neighbours in one call. Raises OSError; a short write is ENOSPC."""
+        fd, size = self.fd(blocks), blocks * BLOCK_BYTES
+        at = 0
+        while at < len(writes):
+            end = at + 1
+            while end < len(writes) and end - at < _MAX_RUN_RECORDS and _adjoin(writes[end - 1], writes[end], size):
+                end += 1
+            run = writes[at:end]
+            buffers: list[bytes | memoryview] = [part for write in run for part in (write.header, write.payload)]
+            wanted = sum(len(write.header) + write.payload.nbytes for write in run)
+            _write_all(fd, buffers, run[0].slot * size, wanted)
+            at = end
+        self._unsynced.add(blocks)  # after the bytes: a sync between would otherwise miss them
+
+    def read(self, blocks: int, slot: int, header: bytearray, payload: memoryview) -> int:
+        """Read a slot's beginning into two buffers; returns the bytes read. Releases the GIL. Raises OSError."""
+        return os.preadv(self.fd(blocks), (header, payload), slot * blocks * BLOCK_BYTES)
+
+    def wipe(self, blocks: int, slot: int) -> None:
+        """Give a slot's blocks back to the file system."""
+        punch_hole(self.fd(blocks), slot * blocks * BLOCK_BYTES, blocks * BLOCK_BYTES)
+
+    def trim(self, blocks: int, slots: int) -> None:
+        """Cut off what lies beyond `slots` slots: what a writer that died or ran out of space had begun."""
+        fd, size = self.fd(blocks), slots * blocks * BLOCK_BYTES
+        if os.fstat(fd).st_size > size:
+            os.ftruncate(fd, size)
+
+    def sync(self) -> None:
+        """Make all that this process wrote durable. Releases the GIL. Raises OSError."""
+        while self._unsynced:
+            os.fdatasync(self.fd(self._unsynced.pop()))
+
+    def close(self) -> None:
+        with self._lock:
+            for fd in self._fds.values():
+                os.close(fd)
+            self._fds.clear()
+
+
+def _adjoin(left: SlotWrite, right: SlotWrite, size: int) -> bool:
+    """Tell whether `left` fills its slot and `right` lies in the next."""
+    return right.slot == left.slot + 1 and len(left.header) + left.payload.nbytes == size
+
+
+def _write_all(fd: int, buffers: Sequence[bytes | memoryview], offset: int, wanted: int) -> None:
+    wrote = os.pwritev(fd, buffers, offset)
+    if wrote != wanted:
+        raise OSError(errno.ENOSPC, f"wrote {wrote} of {wanted} bytes")
