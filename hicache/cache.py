@@ -124,6 +124,14 @@ class HiCache:
         prefetch = lease.prefetch
         return prefetch is None or prefetch.finished or self._t.clock() >= prefetch.deadline_s
 
+    def cached_pages(self, lease: Lease) -> int:
+        """Pages of a waiting lease's tokens that are in memory now. Counts as no use of them."""
+        return self._match(lease).pages if self.config.reuse else 0
+
+    def awaits_load(self, lease: Lease) -> bool:
+        """Whether pages that a waiting lease would reuse are just being loaded back for another request."""
+        return self.config.reuse and self._on_their_way(self._match(lease))
+
     def room_pages(self) -> int:
         """Device pages that are free or could be made free: all but those of running requests."""
         t = self._t
@@ -239,7 +247,7 @@ class HiCache:
         t, count = self._t, 0
         table = t.table
         while (node := t.tree.host_order.pick(lambda node: not table.busy[node.pages[-1]])) is not None:
-            idle = t.idle_tail(node.pages, len(node.pages), node.host_len)
+            idle = t.idle_tail(table.host_busy, node.pages, len(node.pages), node.host_len)
             t.forget(node, idle)
             count += idle
         while (node := t.tree.device_order.pick(self._is_bare)) is not None:

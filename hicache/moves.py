@@ -58,7 +58,7 @@ class Mover:
             t.coming_device -= coming
             self._backed_up(ids, slots, refs, op)
 
-        t.table.hold(ids)
+        t.table.hold_device(ids)
         t.in_flight += 1
         t.copying += 1
         t.coming_device += coming
@@ -67,7 +67,7 @@ class Mover:
 
     def _backed_up(self, ids: Ids, slots: Ids, refs: list[PageRef], op: Operation) -> None:
         t = self._t
-        t.table.let_go(ids)
+        t.table.let_go_device(ids)
         done = op.state is OpState.DONE
         t.metrics.count_operation(op, len(ids) if done else 0, t.geometry.page_bytes)
         if not done:
@@ -92,7 +92,7 @@ class Mover:
             del t.storing[op]
             self._stored(ids, op)
 
-        t.table.hold(ids)
+        t.table.hold_host(ids)
         t.in_flight += 1
         t.coming_host += coming
         slots = t.table.host_slots.take(ids)
@@ -102,7 +102,7 @@ class Mover:
 
     def _stored(self, ids: Ids, op: StoreOp) -> None:
         t = self._t
-        t.table.let_go(ids)
+        t.table.let_go_host(ids)
         kept = 0
         for i, outcome in zip(ids.tolist(), op.outcomes, strict=False):
             if outcome in (PutOutcome.STORED, PutOutcome.PRESENT):
@@ -131,7 +131,7 @@ class Mover:
             ended(op)
 
         op = CopyOp(kind=OpKind.LOAD_BACK, on_end=settle, ids=ids, src=t.table.host_slots.take(ids), dst=slots)
-        t.table.hold(ids)
+        t.table.hold_host(ids)
         t.table.loading[ids] = 1
         t.in_flight += 1
         t.copying += 1
@@ -140,7 +140,7 @@ class Mover:
 
     def _loaded(self, op: CopyOp) -> None:
         t = self._t
-        t.table.let_go(op.ids)
+        t.table.let_go_host(op.ids)
         t.table.loading[op.ids] = 0
         done = op.state is OpState.DONE
         t.metrics.count_operation(op, len(op.ids) if done else 0, t.geometry.page_bytes)

@@ -28,7 +28,7 @@ class PageTable:
     """Rows for up to `capacity` logical pages: every page in memory has one, so device + host slots are enough.
 
     device_slot, host_slot: the page's slot in that tier, or NOWHERE. Set only once its bytes have landed there.
-    busy: operations in flight that read or write any copy of the page; a busy page is never a victim.
+    device_busy, host_busy: operations in flight that read the page's copy in that tier; such a copy is never a victim.
     loading: 1 while a load-back of the page is in flight.
     stored: whether the disk store has acknowledged the page: NOT_STORED, STORED, or REFUSED when it would not take it.
     hits: how often a request reused the page (kept while it is in memory).
@@ -38,7 +38,8 @@ class PageTable:
         self.capacity = capacity
         self.device_slot, self.device_slots = _column("i", capacity, np.int32, NOWHERE)
         self.host_slot, self.host_slots = _column("i", capacity, np.int32, NOWHERE)
-        self.busy, self.busys = _column("i", capacity, np.int32, 0)
+        self.device_busy, self.device_busys = _column("i", capacity, np.int32, 0)
+        self.host_busy, self.host_busys = _column("i", capacity, np.int32, 0)
         self.hit, self.hits = _column("i", capacity, np.int32, 0)
         self.load, self.loading = _column("b", capacity, np.int8, 0)
         self.store, self.stored = _column("b", capacity, np.int8, 0)
@@ -64,17 +65,26 @@ class PageTable:
         for i in ids:
             assert self.device_slot[i] == NOWHERE, "a page with a device slot was forgotten"
             assert self.host_slot[i] == NOWHERE, "a page with a host slot was forgotten"
-            assert not self.busy[i], "a page with an operation in flight was forgotten"
+            assert not self.device_busy[i], "a page being backed up was forgotten"
+            assert not self.host_busy[i], "a page being stored or loaded was forgotten"
             self.hit[i] = self.store[i] = self.load[i] = 0
             self._free.append(i)
 
-    def hold(self, ids: Ids) -> None:
-        """Mark an operation in flight on each page."""
-        self.busys[ids] = self.busys.take(ids) + 1
+    def hold_device(self, ids: Ids) -> None:
+        """Mark an operation in flight that reads the device copy of each page."""
+        self.device_busys[ids] = self.device_busys.take(ids) + 1
 
-    def let_go(self, ids: Ids) -> None:
-        """Undo one `hold`."""
-        self.busys[ids] = self.busys.take(ids) - 1
+    def let_go_device(self, ids: Ids) -> None:
+        """Undo one `hold_device`."""
+        self.device_busys[ids] = self.device_busys.take(ids) - 1
+
+    def hold_host(self, ids: Ids) -> None:
+        """Mark an operation in flight that reads the host copy of each page."""
+        self.host_busys[ids] = self.host_busys.take(ids) + 1
+
+    def let_go_host(self, ids: Ids) -> None:
+        """Undo one `hold_host`."""
+        self.host_busys[ids] = self.host_busys.take(ids) - 1
 
 
 def _column(code: str, capacity: int, dtype: npt.DTypeLike, fill: int) -> tuple[array[int], npt.NDArray[np.int32]]:
