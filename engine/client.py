@@ -46,10 +46,11 @@ if TYPE_CHECKING:
 
     Target = Callable[[ServeConfig, str, str], None]
 
-__all__ = ["EngineClient", "EngineDead", "EngineError", "EngineFailed", "EngineRefused"]
+__all__ = ["LOG_FORMAT", "EngineClient", "EngineDead", "EngineError", "EngineFailed", "EngineRefused"]
 
 log = logging.getLogger(__name__)
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 FLUSH_GRACE_S = 30.0
 """How long a stopping engine may take to write its cache to disk, after the drain."""
 
@@ -301,4 +302,5 @@ def _engine_main(target: Target, config: ServeConfig, to_engine: str, to_server:
     """Run the engine in its process. Only a Shutdown stops it; signals are the server's to handle, and it sends one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
     target(config, to_engine, to_server)
