@@ -246,12 +246,13 @@ class HiCache:
         """Forget every page in memory that nobody uses; returns how many. The store keeps its records."""
         t, count = self._t, 0
         table = t.table
-        while (node := t.tree.host_order.pick(lambda node: not table.busy[node.pages[-1]])) is not None:
+        while (node := t.tree.host_order.pick(lambda node: not table.host_busy[node.pages[-1]])) is not None:
             idle = t.idle_tail(table.host_busy, node.pages, len(node.pages), node.host_len)
             t.forget(node, idle)
             count += idle
         while (node := t.tree.device_order.pick(self._is_bare)) is not None:
-            idle = t.idle_tail(node.pages, len(node.pages), len(node.pages))
+            idle = t.idle_tail(table.host_busy, node.pages, len(node.pages), len(node.pages))
+            idle = t.idle_tail(table.device_busy, node.pages, len(node.pages), idle)
             t.forget(node, idle)
             count += idle
         return count
@@ -461,17 +462,19 @@ class HiCache:
 
     def _lacks_host(self, ids: Ids) -> npt.NDArray[np.bool_]:
         table = self._t.table
-        lacks: npt.NDArray[np.bool_] = (table.host_slots.take(ids) == NOWHERE) & (table.busys.take(ids) == 0)
+        lacks: npt.NDArray[np.bool_] = (table.host_slots.take(ids) == NOWHERE) & (table.device_busys.take(ids) == 0)
         return lacks
 
     def _is_bare(self, node: Node) -> bool:
-        return node.children is None and node.host_len == 0 and not self._t.table.busy[node.pages[-1]]
+        table, last = self._t.table, node.pages[-1]
+        return node.children is None and node.host_len == 0 and not table.device_busy[last] and not table.host_busy[last]
 
     def _persist_node(self, node: Node) -> bool:
         """Start what brings `node` to the store; True when every page is there, or was refused."""
         table = self._t.table
         ids = as_ids(node.pages)
-        fresh = (table.stored.take(ids) == NOT_STORED) & (table.busys.take(ids) == 0)
+        idle = (table.device_busys.take(ids) == 0) & (table.host_busys.take(ids) == 0)
+        fresh = (table.stored.take(ids) == NOT_STORED) & idle
         on_host = table.host_slots.take(ids) != NOWHERE
         for at, count in _runs(fresh & on_host):
             self._mover.store(node, at, ids[at : at + count])

@@ -159,6 +159,6 @@ class Prefetcher:
     def _keep_mirrors(self, ids: Slots, slots: Slots) -> None:
         t = self._t
         t.table.stored[ids] = STORED
-        lacking = (t.table.host_slots.take(ids) == NOWHERE) & (t.table.busys.take(ids) == 0)
+        lacking = (t.table.host_slots.take(ids) == NOWHERE) & (t.table.device_busys.take(ids) == 0)
         t.land_on_host(ids[lacking], slots[lacking])
         t.host.give(slots[~lacking])

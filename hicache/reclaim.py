@@ -92,12 +92,12 @@ class Reclaimer:
                 stuck.add(node)
 
     def _device_idle(self, node: Node) -> bool:
-        return not self._t.table.busy[node.pages[node.device_len - 1]]
+        return not self._t.table.device_busy[node.pages[node.device_len - 1]]
 
     def _demote(self, node: Node, most: int) -> bool:
         """Let a run of pages at the end of the node's device part go, all by the same way; False if they must wait."""
         t = self._t
-        idle = t.idle_tail(node.pages, node.device_len, max(1, most))
+        idle = t.idle_tail(t.table.device_busy, node.pages, node.device_len, max(1, most))
         fate = self._fate(node, node.device_len - 1)
         count = 1
         while count < idle and self._fate(node, node.device_len - 1 - count) is fate:
@@ -148,7 +148,7 @@ class Reclaimer:
                 continue
             self._prune(node)
             count = 0
-            idle = t.idle_tail(node.pages, node.device_len, need - t.device.free)
+            idle = t.idle_tail(t.table.device_busy, node.pages, node.device_len, need - t.device.free)
             while count < idle and t.table.host_slot[node.pages[node.device_len - 1 - count]] == NOWHERE:
                 count += 1
             t.metrics.dropped_pages.labels("host_full").inc(count)
@@ -157,7 +157,7 @@ class Reclaimer:
 
     def _prunable(self, node: Node) -> bool:
         """Whether all that hangs below the node's device part is unused and idle."""
-        busy = self._t.table.busy
+        busy = self._t.table.host_busy
         if any(busy[page] for page in node.pages[node.device_len :]):
             return False
         return not any(child.users or any(busy[page] for page in child.pages) for child in self._below(node))
@@ -200,7 +200,7 @@ class Reclaimer:
         busy: list[int] = []
         while t.host.free < need and t.mirrors and len(busy) < MOST_BUSY:
             page, _ = t.mirrors.popitem()
-            if t.table.busy[page]:
+            if t.table.host_busy[page]:
                 busy.append(page)
                 continue
             t.leave_host(np.array([page], np.int32))
@@ -209,13 +209,13 @@ class Reclaimer:
             t.mirrors[page] = None
 
     def _host_idle(self, node: Node) -> bool:
-        return not self._t.table.busy[node.pages[-1]]
+        return not self._t.table.host_busy[node.pages[-1]]
 
     def _demote_from_host(self, node: Node, most: int) -> None:
         """Let a run of host-only pages at the end of a leaf go: to the store if it may not have them, else for good."""
         t = self._t
         pages, end = node.pages, len(node.pages)
-        idle = t.idle_tail(pages, end, max(1, min(most, node.host_len)))
+        idle = t.idle_tail(t.table.host_busy, pages, end, max(1, min(most, node.host_len)))
         state = t.table.store[pages[end - 1]]
         count = 1
         while count < idle and t.table.store[pages[end - 1 - count]] == state:

@@ -171,9 +171,10 @@ class Tiers:
         self.leave_host(on_host)
         table.release(ids.tolist())
 
-    def idle_tail(self, pages: array[int], end: int, most: int) -> int:
-        """How many of pages[:end], from the end on and at most `most`, have nothing in flight."""
-        busy, count = self.table.busy, 0
+    @staticmethod
+    def idle_tail(busy: array[int], pages: array[int], end: int, most: int) -> int:
+        """How many of pages[:end], from the end on and at most `most`, are idle by a busy column of the table."""
+        count = 0
         while count < most and count < end and not busy[pages[end - 1 - count]]:
             count += 1
         return count
