@@ -51,7 +51,14 @@ class Scripted:
             case GenerateRequest(extra_key=key, rid=rid) if key.startswith("fail:"):
                 self.pipes.send(RequestFailed(rid, "scripted failure", int(key.removeprefix("fail:"))))
             case GenerateRequest():
-                self.received.append({"rid": message.rid, "salt": message.cache_salt, "priority": message.priority})
+                self.received.append(
+                    {
+                        "rid": message.rid,
+                        "salt": message.cache_salt,
+                        "priority": message.priority,
+                        "max_new_tokens": message.sampling.max_new_tokens,
+                    }
+                )
                 self.running.append((message, 0))
             case AbortRequest(rid=rid):
                 self.aborted.append(rid)

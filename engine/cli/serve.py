@@ -48,19 +48,24 @@ def serve_command() -> Callable[..., None]:
 
 def run(given: dict[str, Any], file: Path | None) -> int:
     """Serve with these flags; returns the exit status: 2 for what was refused, 1 for an engine that died at start."""
-    from engine.client import LOG_FORMAT, EngineDead, EngineRefused  # after --help, which needs none of it
-    from engine.loop import run_engine
-    from engine.server.run import serve
+    from engine.client import EngineDead, EngineRefused  # after --help, which needs none of it
 
     try:
-        config = load_config(given, file)
-        logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
-        asyncio.run(serve(config, run_engine, announce))
+        _serve(load_config(given, file))
     except (ConfigError, ModelRefused, EngineRefused) as error:
         return _fail(str(error), 2)
     except EngineDead as error:
         return _fail(str(error), 1)
     return 0
+
+
+def _serve(config: ServeConfig) -> None:
+    from engine.client import LOG_FORMAT
+    from engine.loop import run_engine  # takes seconds, so only for a configuration that can work
+    from engine.server.run import serve
+
+    logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
+    asyncio.run(serve(config, run_engine, announce))
 
 
 def announce(service: Service, port: int) -> None:
