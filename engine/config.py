@@ -11,7 +11,7 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from hicache.config import EvictionPolicy, PrefetchConfig, PrefetchPolicy, WritePolicy
 from hicache.errors import ConfigError
+from hicache.keys import tenant_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,7 +93,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         _about(
             "JSON or @file; keys prefetch_threshold (tokens, 256), prefetch_timeout_base (s, 1), "
-            "prefetch_timeout_per_ki_token (s, 0.25)."
+            "prefetch_timeout_per_ki_token (s, 0.25), quotas (bytes by cache salt), free_floor_bytes, faults (for trials)."
         ),
     ] = ""
     hicache_storage_prefetch_policy: Annotated[
@@ -138,6 +139,17 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _ = self.prefetch
 
     @property
+    def store_extra(self) -> dict[str, object]:
+        """What the store itself is told: quotas by tenant, its free-space floor, faults to inject."""
+        extra = _Extra.parse(self.hicache_storage_backend_extra_config)
+        out: dict[str, object] = {"quotas": {tenant_name(salt): size for salt, size in extra.quotas.items()}}
+        if extra.free_floor_bytes is not None:
+            out["free_floor_bytes"] = extra.free_floor_bytes
+        if extra.faults is not None:
+            out["faults"] = extra.faults
+        return out
+
+    @property
     def name(self) -> str:
         """The model's name as clients see it."""
         return self.served_model_name or self.model_path
@@ -179,6 +191,9 @@ class _Extra(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefetch_threshold: Annotated[int, Meta(ge=0)] = 256
     prefetch_timeout_base: Annotated[float, Meta(ge=0)] = 1.0
     prefetch_timeout_per_ki_token: Annotated[float, Meta(ge=0)] = 0.25
+    quotas: dict[str, Annotated[int, Meta(ge=0)]] = {}
+    free_floor_bytes: Annotated[int, Meta(ge=0)] | None = None
+    faults: dict[str, Any] | None = None
 
     @classmethod
     def parse(cls, text: str) -> _Extra:

@@ -35,7 +35,7 @@ from hicache.tiers import Tiers, as_ids
 from hicache.transfer.store_worker import StoreWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import numpy.typing as npt
     from prometheus_client import Metric
@@ -75,11 +75,13 @@ class HiCache:
         host: HostPool | None = None,
         store: PageStore | None = None,
         secret: bytes = b"",
+        labels: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Build an empty cache. With host pages, `make_copier` (given the completion queue) and `host` are needed.
 
-        secret: seeds the key chain; a store's own secret is used where there is one.
+        secret: seeds the key chain; a store's own secret is used where there is one. labels: readable facts about the model
+        that a store keeps beside its namespaces.
         """
         completions: SimpleQueue[Operation] = SimpleQueue()
         self.config = config
@@ -100,17 +102,17 @@ class HiCache:
         self._mover = Mover(self._t)
         self._reclaimer = Reclaimer(self._t, self._mover)
         self._prefetcher = Prefetcher(self._t, self._mover, self._reclaimer)
-        self._host = host
+        self._labels = {"page_size": str(geometry.page_size), "dtype": geometry.dtype, **(labels or {})}
         self._closed = False
 
     # ---- a request
 
-    def open(self, tokens: Ids, namespace: Namespace, priority: int = 0) -> Lease:
+    def open(self, tokens: Sequence[int] | Ids, namespace: Namespace, priority: int = 0) -> Lease:
         """Look a prompt up and start what can be started before it is admitted. `tokens` is copied."""
         if self._closed:
             raise CacheClosed("the cache is closed")
-        root = self._t.tree.hold_root(self._chain.root(namespace))
-        data = bytearray(np.ascontiguousarray(tokens, np.int32).tobytes())
+        root = self._t.hold_root(namespace, self._labels)
+        data = bytearray(np.asarray(tokens, np.int32).tobytes())
         lease = Lease(root=root, tokens=data, prompt_tokens=len(tokens), priority=priority)
         if self.config.reuse:
             match = self._match(lease)
@@ -257,11 +259,12 @@ class HiCache:
             count += idle
         return count
 
-    def persist(self, deadline_s: float) -> None:
-        """Write to the store what it does not have, parents first, until done or `deadline_s` (of the clock) has passed."""
+    def persist(self, timeout_s: float) -> None:
+        """Write to the store what it does not have, parents first, for at most `timeout_s`."""
         t = self._t
         if t.worker is None:
             return
+        deadline_s = t.clock() + timeout_s
         for node in list(t.tree.nodes()):
             while t.clock() < deadline_s and not self._persist_node(node):
                 self.wait(0.05)

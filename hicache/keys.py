@@ -19,7 +19,7 @@ from hicache.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HASH_ALGOS", "RECORD_FORMAT", "KeyChain", "Namespace"]
+__all__ = ["HASH_ALGOS", "RECORD_FORMAT", "KeyChain", "Namespace", "tenant_name"]
 
 RECORD_FORMAT = 1
 """Version of what a page key stands for; raised when the meaning of stored bytes changes."""
@@ -62,6 +62,13 @@ class Namespace:
             for part in (tag.encode(), value.encode("utf-8", "surrogatepass")):
                 out += (struct.pack("<I", len(part)), part)
         return b"".join(out)
+
+
+def tenant_name(cache_salt: str) -> str:
+    """The name a salt's tenant has in a store: "" without a salt, else a digest that does not give the salt away."""
+    return (
+        hashlib.sha256(b"hicache.tenant" + cache_salt.encode("utf-8", "surrogatepass")).hexdigest()[:16] if cache_salt else ""
+    )
 
 
 class KeyChain:

@@ -86,6 +86,11 @@ class Lease:
         """Tokens so far."""
         return len(self.tokens) // 4
 
+    @property
+    def held_pages(self) -> int:
+        """Device slots that are its, shared, own or just being loaded."""
+        return self.num_slots + (len(self.load.dst) if self.load is not None else 0)
+
     def append(self, token: int) -> None:
         """Add a generated token."""
         self.tokens += token.to_bytes(4, "little", signed=True)

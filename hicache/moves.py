@@ -96,7 +96,9 @@ class Mover:
         t.in_flight += 1
         t.coming_host += coming
         slots = t.table.host_slots.take(ids)
-        store_op = StoreOp(kind=OpKind.STORE, on_end=ended, ids=ids, slots=slots, refs=refs)
+        store_op = StoreOp(
+            kind=OpKind.STORE, on_end=ended, ids=ids, slots=slots, refs=refs, namespace=t.namespaces[refs[0].namespace]
+        )
         t.storing[store_op] = None
         t.worker.submit(store_op)
 

@@ -11,22 +11,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicache.keys import tenant_name
 from hicache.page_table import NOWHERE, PageTable
 from hicache.policies.write import WriteRules, write_rules
 from hicache.pools import SlotPool
 from hicache.radix_tree import RadixTree
-from storage.base import PageRef
+from storage.base import NamespaceInfo, PageRef
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from queue import SimpleQueue
 
     import numpy.typing as npt
 
     from hicache.config import CacheConfig
     from hicache.geometry import PageGeometry
-    from hicache.keys import KeyChain
+    from hicache.keys import KeyChain, Namespace
     from hicache.metrics import CacheMetrics
     from hicache.radix_tree import Node
     from hicache.transfer.operation import Copier, Operation
@@ -49,6 +50,7 @@ class Tiers:
     """Tree, table, slot pools, workers: one of each.
 
     mirrors: pages on device and host whose host copy could go, oldest backup first (a dict for its order).
+    namespaces: what a store shall know of each namespace that has pages, by root key.
     storing: writes to the store in flight, oldest first.
     in_flight: operations that have not been drained; copying: those of them between device and host. coming_device,
     coming_host: pages that copies in flight will make droppable from that tier.
@@ -63,6 +65,7 @@ class Tiers:
     worker: StoreWorker | None = None
     clock: Callable[[], float] = time.monotonic
     mirrors: dict[int, None] = field(default_factory=dict)
+    namespaces: dict[bytes, NamespaceInfo] = field(default_factory=dict)
     storing: dict[Operation, None] = field(default_factory=dict)
     in_flight: int = 0
     copying: int = 0
@@ -82,6 +85,16 @@ class Tiers:
         """Whether the oldest write to the store takes so long that nobody should wait for it."""
         oldest = next(iter(self.storing), None)
         return oldest is not None and time.perf_counter() - oldest.started_s > STALL_S
+
+    def hold_root(self, namespace: Namespace, labels: Mapping[str, str]) -> Node:
+        """Hold the namespace's root, and remember how to describe it to a store."""
+        key = self.chain.root(namespace)
+        root = self.tree.hold_root(key)
+        if key not in self.namespaces:
+            if len(self.namespaces) > 64 + 2 * len(self.tree.roots):
+                self.namespaces = {key: info for key, info in self.namespaces.items() if key in self.tree.roots}
+            self.namespaces[key] = NamespaceInfo(key, labels, tenant_name(namespace.cache_salt))
+        return root
 
     # ---- keys
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from storage.base import GetOutcome, PageRef, PutOutcome
+    from storage.base import GetOutcome, NamespaceInfo, PageRef, PutOutcome
 
     Ints = npt.NDArray[np.int32]
 
@@ -86,11 +86,12 @@ class CopyOp(Operation):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StoreOp(Operation):
-    """Writes host pages to the store, parents first. `outcomes` is filled when done."""
+    """Writes host pages of one namespace to the store, parents first. `outcomes` is filled when done."""
 
     ids: Ints
     slots: Ints
     refs: Sequence[PageRef]
+    namespace: NamespaceInfo
     outcomes: list[PutOutcome] = field(default_factory=list)
 
 

@@ -34,6 +34,7 @@ class StoreWorker:
         self.store = store
         self._host = host
         self._completions = completions
+        self._registered: set[bytes] = set()  # by the writer thread
         self._queues: dict[type[Operation], SimpleQueue[Operation | None]] = {}
         self._threads: list[threading.Thread] = []
         runners: dict[type[Operation], Callable[..., None]] = {
@@ -75,6 +76,9 @@ class StoreWorker:
             self._completions.put(op)
 
     def _write(self, op: StoreOp) -> None:
+        if op.namespace.digest not in self._registered:
+            self.store.register_namespace(op.namespace)
+            self._registered.add(op.namespace.digest)
         records = [PageRecord(ref, self._host.page(slot)) for ref, slot in zip(op.refs, op.slots.tolist(), strict=True)]
         op.outcomes = self.store.put_many(records)
 

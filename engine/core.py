@@ -1,0 +1,257 @@
+"""The engine without its process: model, cache and scheduler put together, and one step of the loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from engine.attention.torch_backend import TorchBackend
+from engine.messages import CachedTokens, RequestFailed, TokensOut
+from engine.metrics import EngineMetrics
+from engine.model import load_model
+from engine.request import Request
+from engine.runner import ModelRunner
+from engine.sampler import Sampler, SampleState
+from engine.schedule_policy import make_policy
+from engine.scheduler import Limits, Scheduler
+from engine.sizing import pool_sizes
+from hicache.cache import HiCache
+from hicache.config import CacheConfig
+from hicache.errors import ConfigError
+from hicache.keys import Namespace
+from hicache.pools import DevicePool, HostPool
+from hicache.transfer.copier import ThreadCopier
+from storage.registry import open_store
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from engine.config import ServeConfig
+    from engine.messages import FinishReason, GenerateRequest, ToServer
+    from engine.sampler import Sampled
+    from engine.scheduler import Step
+    from hicache.geometry import PageGeometry
+    from storage.base import PageStore
+
+__all__ = ["EngineCore"]
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Everything between a request message and its token messages. One thread; closes what it opened."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Load the model, make the pools, open the store. Raises ConfigError, ModelRefused or StoreError."""
+        self._config = config
+        self._model = model = load_model(config.model_path, config.dtype, config.device, config.context_length)
+        self._geometry = model.geometry(config.page_size, config.kv_cache_dtype)
+        sizes = pool_sizes(config, model, self._geometry)
+        self._fingerprint = model.fingerprint(self._geometry)
+        device = DevicePool(sizes.device_pages, self._geometry.page_bytes, model.device)
+        host = HostPool(sizes.host_pages, self._geometry.page_bytes) if sizes.host_pages else None
+        self._runner = ModelRunner(model, TorchBackend(device.data, self._geometry, model.layers, model.dtype))
+        self._sampler = Sampler(model.vocab_size, model.eos_token_ids)
+        self._store = _open_store(config)
+        self.cache = HiCache(
+            _cache_config(config, sizes.device_pages, sizes.host_pages),
+            self._geometry,
+            make_copier=(lambda completions: ThreadCopier(device, host, completions)) if host is not None else None,
+            host=host,
+            store=self._store,
+            secret=os.urandom(32),
+            labels={"model": config.name, "fingerprint": self._fingerprint},
+        )
+        limits = Limits(config.max_running_requests, config.chunked_prefill_size)
+        self._scheduler = Scheduler(self.cache, make_policy(config.schedule_policy, self.cache), limits)
+        self._metrics = EngineMetrics(self.cache.metrics.registry, self._scheduler)
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+
+    # ---- requests
+
+    def add(self, message: GenerateRequest) -> RequestFailed | None:
+        """Queue a request; a message back if it can't be served at all."""
+        if error := self._refusal(message):
+            return RequestFailed(message.rid, error, 400)
+        namespace = Namespace(self._fingerprint, message.lora, message.cache_salt, message.extra_key)
+        prompt = len(message.input_ids)
+        pool_tokens = self.cache.config.device_pages * self._geometry.page_size
+        self._arrivals += 1
+        request = Request(
+            message=message,
+            lease=self.cache.open(message.input_ids, namespace, message.priority),
+            limit=min(prompt + message.sampling.max_new_tokens, self._model.context_length, pool_tokens),
+            serial=self._arrivals,
+            sampling_state=SampleState(message.sampling, message.input_ids, message.top_logprobs),
+        )
+        self._requests[message.rid] = request
+        self._scheduler.add(request)
+        self._metrics.prompt_tokens.inc(prompt)
+        return None
+
+    def abort(self, rid: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+        if request := self._requests.pop(rid, None):
+            self._scheduler.remove(request)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is in the engine."""
+        return self._scheduler.idle
+
+    @property
+    def loading(self) -> bool:
+        """Whether a request waits for its pages to be loaded back, and for nothing else."""
+        return bool(self._scheduler.loading)
+
+    def fail_all(self, reason: str, status: int) -> list[ToServer]:
+        """End every request with an error."""
+        return [self._fail(request, reason, status) for request in list(self._requests.values())]
+
+    # ---- a step
+
+    def step(self) -> list[ToServer] | None:
+        """Compute one batch and return what it brought; None if there was nothing to compute.
+
+        An exception fails the requests of this step, no others.
+        """
+        self.cache.poll()
+        step = self._scheduler.schedule()
+        if step is None:
+            return None
+        try:
+            return self._run(step)
+        except Exception as error:
+            logger.exception("a step of %d requests failed", len(step.requests))
+            reason = f"internal error in the engine: {type(error).__name__}"
+            return [self._fail(request, reason, 500) for request in step.requests if request.rid in self._requests]
+
+    def _run(self, step: Step) -> list[ToServer]:
+        logits = self._runner.forward(step.batch)
+        rows = self._scheduler.computed(step)
+        if not rows:
+            return []
+        requests = [step.requests[row] for row in rows]
+        chosen = logits if len(rows) == len(step.requests) else logits[rows]
+        sampled = self._sampler.sample(chosen, [request.sampling_state for request in requests])
+        return [self._advance(request, each) for request, each in zip(requests, sampled, strict=True)]
+
+    def _advance(self, request: Request, sampled: Sampled) -> TokensOut:
+        """Append a sampled token, and end the request if it was its last."""
+        token = sampled.token_id
+        request.lease.append(token)
+        request.generated += 1
+        self._metrics.generated_tokens.inc()
+        reason = self._finish_reason(request, token)
+        if reason is not None:
+            self._scheduler.remove(request)
+            del self._requests[request.rid]
+        return TokensOut(
+            rid=request.rid,
+            token_ids=[token],
+            prompt_tokens=request.lease.prompt_tokens,
+            cached=CachedTokens(*request.lease.hits),
+            logprobs=None if sampled.logprobs is None else [sampled.logprobs],
+            finish_reason=reason,
+        )
+
+    def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
+        sampling = request.message.sampling
+        if token in sampling.stop_token_ids or (token in self._model.eos_token_ids and not sampling.ignore_eos):
+            return "stop"
+        return "length" if request.num_tokens >= request.limit else None
+
+    def _refusal(self, message: GenerateRequest) -> str | None:
+        prompt, pages = len(message.input_ids), self._geometry.pages(len(message.input_ids) + 1)
+        if message.rid in self._requests:
+            return f"the request id {message.rid} is in use"
+        if prompt < 1:
+            return "the prompt is empty"
+        if message.sampling.max_new_tokens < 1:
+            return "at least one token must be asked for"
+        if prompt >= self._model.context_length:
+            return f"the prompt has {prompt} tokens; the context length is {self._model.context_length}, the answer included"
+        if pages > self.cache.config.device_pages:
+            room = self.cache.config.device_pages * self._geometry.page_size
+            return f"the prompt has {prompt} tokens; the device pool holds {room}, the answer included"
+        if not all(0 <= token < self._model.vocab_size for token in message.input_ids):
+            return f"token ids must be in [0, {self._model.vocab_size})"
+        if message.lora:
+            return "this server has no LoRA adapters"
+        return None
+
+    def _fail(self, request: Request, reason: str, status: int) -> RequestFailed:
+        self._scheduler.remove(request)
+        self._requests.pop(request.rid, None)
+        return RequestFailed(request.rid, reason, status)
+
+    # ---- looking and closing
+
+    def info(self) -> dict[str, Any]:
+        """What runs, for the start-up message and `/get_server_info`."""
+        geometry, config = self._geometry, self.cache.config
+        tiers: dict[str, dict[str, Any]] = {"device": _size(config.device_pages, geometry)}
+        if config.host_pages:
+            tiers["host"] = _size(config.host_pages, geometry)
+        if self._store is not None:
+            tiers["disk"] = {"bytes": self._config.hicache_storage_size_bytes, **_place(self._config)}
+        return {
+            "model": self._config.name,
+            "architecture": type(self._model.hf).__name__,
+            "device": str(self._model.device),
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "kv_dtype": geometry.dtype,
+            "context_length": self._model.context_length,
+            "page_size": geometry.page_size,
+            "tiers": tiers,
+            "write_policy": config.write_policy,
+            "prefetch_policy": config.prefetch.policy,
+            "eviction_policy": config.eviction,
+            "schedule_policy": self._config.schedule_policy,
+            "vocab_size": self._model.vocab_size,
+            "fingerprint": self._fingerprint,
+        }
+
+    def close(self, persist_s: float) -> None:
+        """Write down to the store what it lacks, for at most `persist_s` seconds, and release everything."""
+        self.cache.persist(persist_s)
+        self.cache.close()
+        if self._store is not None:
+            self._store.close()
+
+
+def _cache_config(config: ServeConfig, device_pages: int, host_pages: int) -> CacheConfig:
+    return CacheConfig(
+        device_pages=device_pages,
+        host_pages=host_pages,
+        reuse=not config.disable_radix_cache,
+        write_policy=config.hicache_write_policy,
+        eviction=config.radix_eviction_policy,
+        prefetch=config.prefetch,
+        hash_algo=config.hicache_hash_algo,
+    )
+
+
+def _open_store(config: ServeConfig) -> PageStore | None:
+    if config.hicache_storage_backend == "none":
+        return None
+    try:
+        return open_store(
+            config.hicache_storage_backend,
+            config.storage_dir,
+            config.hicache_storage_size_bytes,
+            config.hicache_storage_sync,
+            config.store_extra,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _size(pages: int, geometry: PageGeometry) -> dict[str, int]:
+    return {"tokens": pages * geometry.page_size, "bytes": pages * geometry.page_bytes}
+
+
+def _place(config: ServeConfig) -> dict[str, str]:
+    return {"path": str(config.storage_dir)} if config.hicache_storage_backend == "lmdb" else {}
