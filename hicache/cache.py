@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hicache.keys import Namespace
     from hicache.pools import HostPool
     from hicache.radix_tree import Match, Node
-    from hicache.transfer.operation import Copier, CopyOp, Operation
+    from hicache.transfer.operation import Copier, CopyOp, Operation, StoreRunner
     from storage.base import PageStore
 
     Ids = npt.NDArray[np.int32]
@@ -77,6 +77,7 @@ class HiCache:
         secret: bytes = b"",
         labels: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        make_worker: Callable[[PageStore, HostPool, SimpleQueue[Operation]], StoreRunner] = StoreWorker,
     ) -> None:
         """Build an empty cache. With host pages, `make_copier` (given the completion queue) and `host` are needed.
 
@@ -95,7 +96,7 @@ class HiCache:
             metrics=self.metrics,
             copier=make_copier(completions) if make_copier is not None else None,
             completions=completions,
-            worker=StoreWorker(store, host, completions) if store is not None and host is not None else None,
+            worker=make_worker(store, host, completions) if store is not None and host is not None else None,
             clock=clock,
         )
         assert config.host_pages == 0 or self._t.copier is not None, "a host pool needs a copier"

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from hicache.keys import KeyChain, Namespace
     from hicache.metrics import CacheMetrics
     from hicache.radix_tree import Node
-    from hicache.transfer.operation import Copier, Operation
-    from hicache.transfer.store_worker import StoreWorker
+    from hicache.transfer.operation import Copier, Operation, StoreRunner
 
     Ids = npt.NDArray[np.int32]
 
@@ -62,7 +61,7 @@ class Tiers:
     metrics: CacheMetrics
     copier: Copier | None
     completions: SimpleQueue[Operation]
-    worker: StoreWorker | None = None
+    worker: StoreRunner | None = None
     clock: Callable[[], float] = time.monotonic
     mirrors: dict[int, None] = field(default_factory=dict)
     namespaces: dict[bytes, NamespaceInfo] = field(default_factory=dict)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int32]
 
-__all__ = ["Copier", "CopyOp", "OpKind", "OpState", "Operation", "PrefetchOp", "ProbeOp", "StoreOp"]
+__all__ = ["Copier", "CopyOp", "OpKind", "OpState", "Operation", "PrefetchOp", "ProbeOp", "StoreOp", "StoreRunner"]
 
 
 class OpKind(enum.StrEnum):
@@ -125,4 +125,19 @@ class Copier(Protocol):
 
     def close(self) -> None:
         """Finish what was submitted and release threads or streams. Idempotent."""
+        ...
+
+
+class StoreRunner(Protocol):
+    """Runs StoreOps, PrefetchOps and ProbeOps of one store and host pool. Each is posted to the completion queue exactly once.
+
+    It may read or write an operation's host slots until the operation has ended.
+    """
+
+    def submit(self, op: Operation) -> None:
+        """Start an operation; returns at once. Owner thread."""
+        ...
+
+    def close(self) -> bool:
+        """Finish what was submitted; False if something hangs. The store stays open. Idempotent."""
         ...
