@@ -12,13 +12,13 @@ from engine.metrics import EngineMetrics
 from engine.model import load_model
 from engine.request import Request
 from engine.runner import ModelRunner
-from engine.sampler import Sampler, SampleState
+from engine.sampler import Sampler, SamplingState
 from engine.schedule_policy import make_policy
 from engine.scheduler import Limits, Scheduler
 from engine.sizing import pool_sizes
 from hicache.cache import HiCache
 from hicache.config import CacheConfig
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, RequestRefused
 from hicache.keys import Namespace
 from hicache.pools import DevicePool, HostPool
 from hicache.transfer.copier import ThreadCopier
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from engine.config import ServeConfig
-    from engine.messages import FinishReason, GenerateRequest, ToServer
-    from engine.sampler import Sampled
+    from engine.messages import FinishReason, GenerateRequest, TokenLogprobs, ToServer
     from engine.scheduler import Step
     from hicache.geometry import PageGeometry
     from storage.base import PageStore
@@ -52,7 +51,7 @@ class EngineCore:
         device = DevicePool(sizes.device_pages, self._geometry.page_bytes, model.device)
         host = HostPool(sizes.host_pages, self._geometry.page_bytes) if sizes.host_pages else None
         self._runner = ModelRunner(model, TorchBackend(device.data, self._geometry, model.layers, model.dtype))
-        self._sampler = Sampler(model.vocab_size, model.eos_token_ids)
+        self._sampler = Sampler()
         self._store = _open_store(config)
         self.cache = HiCache(
             _cache_config(config, sizes.device_pages, sizes.host_pages),
@@ -73,8 +72,11 @@ class EngineCore:
 
     def add(self, message: GenerateRequest) -> RequestFailed | None:
         """Queue a request; a message back if it can't be served at all."""
-        if error := self._refusal(message):
-            return RequestFailed(message.rid, error, 400)
+        try:
+            self._check(message)
+            state = self._sampling_state(message)
+        except RequestRefused as error:
+            return RequestFailed(message.rid, str(error), 400)
         namespace = Namespace(self._fingerprint, message.lora, message.cache_salt, message.extra_key)
         prompt = len(message.input_ids)
         pool_tokens = self.cache.config.device_pages * self._geometry.page_size
@@ -84,7 +86,7 @@ class EngineCore:
             lease=self.cache.open(message.input_ids, namespace, message.priority),
             limit=min(prompt + message.sampling.max_new_tokens, self._model.context_length, pool_tokens),
             serial=self._arrivals,
-            sampling_state=SampleState(message.sampling, message.input_ids, message.top_logprobs),
+            sampling_state=state,
         )
         self._requests[message.rid] = request
         self._scheduler.add(request)
@@ -136,11 +138,10 @@ class EngineCore:
         requests = [step.requests[row] for row in rows]
         chosen = logits if len(rows) == len(step.requests) else logits[rows]
         sampled = self._sampler.sample(chosen, [request.sampling_state for request in requests])
-        return [self._advance(request, each) for request, each in zip(requests, sampled, strict=True)]
+        return [self._advance(*each) for each in zip(requests, sampled.token_ids, sampled.logprobs, strict=True)]
 
-    def _advance(self, request: Request, sampled: Sampled) -> TokensOut:
+    def _advance(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> TokensOut:
         """Append a sampled token, and end the request if it was its last."""
-        token = sampled.token_id
         request.lease.append(token)
         request.generated += 1
         self._metrics.generated_tokens.inc()
@@ -153,7 +154,7 @@ class EngineCore:
             token_ids=[token],
             prompt_tokens=request.lease.prompt_tokens,
             cached=CachedTokens(*request.lease.hits),
-            logprobs=None if sampled.logprobs is None else [sampled.logprobs],
+            logprobs=None if logprobs is None else [logprobs],
             finish_reason=reason,
         )
 
@@ -163,24 +164,30 @@ class EngineCore:
             return "stop"
         return "length" if request.num_tokens >= request.limit else None
 
-    def _refusal(self, message: GenerateRequest) -> str | None:
-        prompt, pages = len(message.input_ids), self._geometry.pages(len(message.input_ids) + 1)
+    def _check(self, message: GenerateRequest) -> None:
+        """Raise RequestRefused for what can't be served at all."""
+        prompt, model = len(message.input_ids), self._model
+        pool_tokens = self.cache.config.device_pages * self._geometry.page_size
         if message.rid in self._requests:
-            return f"the request id {message.rid} is in use"
+            raise RequestRefused(f"the request id {message.rid} is in use")
         if prompt < 1:
-            return "the prompt is empty"
+            raise RequestRefused("the prompt is empty")
         if message.sampling.max_new_tokens < 1:
-            return "at least one token must be asked for"
-        if prompt >= self._model.context_length:
-            return f"the prompt has {prompt} tokens; the context length is {self._model.context_length}, the answer included"
-        if pages > self.cache.config.device_pages:
-            room = self.cache.config.device_pages * self._geometry.page_size
-            return f"the prompt has {prompt} tokens; the device pool holds {room}, the answer included"
-        if not all(0 <= token < self._model.vocab_size for token in message.input_ids):
-            return f"token ids must be in [0, {self._model.vocab_size})"
+            raise RequestRefused("at least one token must be asked for")
+        if prompt >= model.context_length:
+            raise RequestRefused(
+                f"the prompt has {prompt} tokens; with the answer, {model.context_length} fit into the context"
+            )
+        if prompt >= pool_tokens:
+            raise RequestRefused(f"the prompt has {prompt} tokens; with the answer, {pool_tokens} fit into the device pool")
+        if not all(0 <= token < model.vocab_size for token in message.input_ids):
+            raise RequestRefused(f"token ids must be in [0, {model.vocab_size})")
         if message.lora:
-            return "this server has no LoRA adapters"
-        return None
+            raise RequestRefused("this server has no LoRA adapters")
+
+    def _sampling_state(self, message: GenerateRequest) -> SamplingState:
+        model = self._model
+        return SamplingState(message.sampling, message.input_ids, model.eos_token_ids, model.vocab_size, message.top_logprobs)
 
     def _fail(self, request: Request, reason: str, status: int) -> RequestFailed:
         self._scheduler.remove(request)

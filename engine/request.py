@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from engine.messages import GenerateRequest
-    from engine.sampler import SampleState
+    from engine.sampler import SamplingState
     from hicache.lease import Lease
 
 __all__ = ["Phase", "Request"]
@@ -39,7 +39,7 @@ class Request:
     lease: Lease
     limit: int
     serial: int
-    sampling_state: SampleState
+    sampling_state: SamplingState
     phase: Phase = Phase.WAITING
     computed: int = 0
     generated: int = 0
