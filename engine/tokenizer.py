@@ -88,9 +88,9 @@ class Tokenizer:
         text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         return text
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether a token is markup, such as the end of a turn, and not text."""
-        return token_id in self._special
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer to a model folder, in the Hugging Face format."""
+        self._inner.save_pretrained(str(folder))
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if not text.isascii():

@@ -61,11 +61,17 @@ def run(given: dict[str, Any], file: Path | None) -> int:
 
 def _serve(config: ServeConfig) -> None:
     from engine.client import LOG_FORMAT
-    from engine.loop import run_engine  # takes seconds, so only for a configuration that can work
     from engine.server.run import serve
 
     logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT)
-    asyncio.run(serve(config, run_engine, announce))
+    asyncio.run(serve(config, _run_engine, announce))
+
+
+def _run_engine(config: ServeConfig, to_engine: str, to_server: str) -> None:
+    """The engine's process; it alone imports the engine, which takes seconds."""
+    from engine.loop import run_engine
+
+    run_engine(config, to_engine, to_server)
 
 
 def announce(service: Service, port: int) -> None:

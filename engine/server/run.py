@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["HttpServer", "listen_socket", "serve"]
 
+LAST_WORDS_S = 2.0
+"""How long answers that were cut off may take to reach their clients."""
+
 
 async def serve(config: ServeConfig, target: Target, announce: Callable[[Service, int], None]) -> None:
     """Serve until SIGTERM or SIGINT. A second signal cuts the drain short.
@@ -86,28 +89,32 @@ async def _unless_stopped(loading: asyncio.Task[Tokenizer], stop: asyncio.Event)
 async def _listen(
     service: Service, listening: socket.socket, stop: asyncio.Event, announce: Callable[[Service, int], None]
 ) -> None:
-    """Accept connections until `stop`, then let those that are open finish for the drain time."""
+    """Accept connections until `stop`, then let those that are open finish for the drain time, and abort the rest."""
+    drain_s = service.config.drain_timeout
     settings = uvicorn.Config(
         create_app(service),
         log_config=None,
         access_log=False,
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=math.ceil(service.config.drain_timeout),
+        timeout_graceful_shutdown=math.ceil(drain_s + LAST_WORDS_S),
     )
     port: int = listening.getsockname()[1]
     server = HttpServer(settings, lambda: announce(service, port))
     serving = asyncio.create_task(server.serve([listening]))
-    stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    await _first_of(serving, stop, None)
     stop.clear()
     server.should_exit = True
-    again = asyncio.create_task(stop.wait())
-    await asyncio.wait({serving, again}, return_when=asyncio.FIRST_COMPLETED)
-    server.force_exit = True
-    for task in (stopped, again):
-        task.cancel()
+    await _first_of(serving, stop, drain_s)
+    service.client.abort_all()
     await serving
+
+
+async def _first_of(task: asyncio.Task[None], stop: asyncio.Event, timeout_s: float | None) -> None:
+    """Wait for the task, the event or the time, whichever comes first."""
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
 
 
 class HttpServer(uvicorn.Server):

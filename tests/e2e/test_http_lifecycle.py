@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
+from engine.client import EngineClient
 from engine.config import ServeConfig
+from engine.server.app import create_app
+from engine.server.guard import MAX_BODY_BYTES
+from engine.server.metrics import ServerMetrics
+from engine.server.service import Service
 from tests.e2e.conftest import ServerProcess, free_port
 from tests.http_server import http_server
+from tests.scripted_engine import run_scripted
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -24,21 +33,39 @@ from engine.cli.serve import announce
 from engine.config import ServeConfig
 from engine.server.run import serve
 from tests.scripted_engine import run_scripted
-config = ServeConfig(model_path="smollm2", port=int(sys.argv[1]), drain_timeout=float(sys.argv[2]), page_size=7)
+config = ServeConfig(model_path=sys.argv[1], port=int(sys.argv[2]), drain_timeout=float(sys.argv[3]), page_size=7)
 asyncio.run(serve(config, run_scripted, announce))
 """
 
 
-def scripted_process(folder: Path, drain_timeout: float) -> ServerProcess:
-    port, log = free_port(), folder / "log"
-    command = [sys.executable, "-c", PROGRAM, str(port), str(drain_timeout)]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
-    running = ServerProcess(process, f"http://127.0.0.1:{port}", log)
-    running.wait_until_healthy()
-    return running
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory) -> Path:
+    """A folder with the tokenizer alone, which loads faster than a GGUF file."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer.save(path)
+    return path
+
+
+@pytest.fixture
+def scripted(folder, tmp_path):
+    """Start server processes before a scripted engine; kill what is left of them at the end."""
+    started: list[ServerProcess] = []
+
+    def start(drain_timeout: float) -> ServerProcess:
+        port, log = free_port(), tmp_path / "log"
+        command = [sys.executable, "-c", PROGRAM, str(folder), str(port), str(drain_timeout)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+        running = ServerProcess(process, f"http://127.0.0.1:{port}", log)
+        started.append(running)
+        running.wait_until_healthy()
+        return running
+
+    yield start
+    for running in started:
+        running.process.kill()
+        running.process.wait()
 
 
 def refused(*flags: str) -> str:
@@ -73,8 +100,25 @@ def test_an_admin_key_alone_closes_admin_endpoints_alone(tokenizer):
 
 def test_a_body_that_is_too_large_is_refused_unread(tokenizer):
     with http_server(ServeConfig(model_path="smollm2"), tokenizer) as http:
-        response = http.post("/v1/completions", headers={"content-length": str(1 << 40)}, content=b"{}")
-        assert response.status_code == 413
+        connection = HTTPConnection(http.base_url.host, http.base_url.port, timeout=10)
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", str(1 << 40))
+        connection.endheaders()
+        assert connection.getresponse().status == 413
+        connection.close()
+
+
+async def test_a_body_of_unknown_length_is_read_up_to_the_limit(tokenizer):
+    async def too_much():
+        for _ in range(1 + (MAX_BODY_BYTES >> 20)):
+            yield b" " * (1 << 20)
+
+    config = ServeConfig(model_path="smollm2")
+    app = create_app(Service(config, EngineClient(config, run_scripted), tokenizer, ServerMetrics()))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        response = await http.post("/v1/completions", content=too_much())
+    assert response.status_code == 413
+    assert "64 MiB" in response.json()["error"]["message"]
 
 
 def test_the_cache_report_splits_by_tier(tokenizer):
@@ -114,40 +158,33 @@ def test_the_death_of_the_engine_in_a_stream_is_an_error_event(tokenizer):
     assert parts[-1] == "data: [DONE]"
 
 
-def test_sigterm_lets_a_running_request_finish_and_exits_0(tmp_path):
-    running = scripted_process(tmp_path, drain_timeout=20)
-    with httpx.stream(
-        "POST", f"{running.url}/generate", json={"text": "one two " * 20, "extra_key": "slow", "stream": True}
-    ) as r:
-        lines = r.iter_lines()
+def test_a_server_says_what_runs_and_on_sigterm_lets_requests_finish_and_exits_0(scripted):
+    running = scripted(drain_timeout=20)
+    assert "--page-size 7" in running.output
+    assert f"curl {running.url}/v1/chat/completions" in running.output
+    body = {"text": "one two " * 20, "extra_key": "slow", "stream": True}
+    with httpx.stream("POST", f"{running.url}/generate", json=body) as response:
+        lines = response.iter_lines()
         next(lines)
         running.process.send_signal(signal.SIGTERM)
-        assert [line for line in lines if line][-1] == "data: [DONE]"
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-2].removeprefix("data: "))["meta_info"]["finish_reason"] == {"type": "stop"}
     assert running.stop() == 0
     assert "Traceback" not in running.output
 
 
-def test_sigterm_cuts_off_what_does_not_finish_in_time_and_exits_0(tmp_path):
-    running = scripted_process(tmp_path, drain_timeout=1)
+def test_what_does_not_finish_in_time_after_sigint_is_aborted_and_the_server_exits_0(scripted):
+    running = scripted(drain_timeout=0.5)
     body = {"text": "one two", "extra_key": "mute"}
-    threading.Timer(0.3, running.process.send_signal, [signal.SIGTERM]).start()
-    with pytest.raises(httpx.TransportError):
-        httpx.post(f"{running.url}/generate", json=body, timeout=30).raise_for_status()
+    threading.Timer(0.3, running.process.send_signal, [signal.SIGINT]).start()
+    answer = httpx.post(f"{running.url}/generate", json=body, timeout=30).json()
+    assert answer["meta_info"]["finish_reason"] == {"type": "abort"}
     assert running.stop() == 0
+    assert "Traceback" not in running.output
 
 
-def test_the_start_says_what_runs_and_how_to_try_it(tmp_path):
-    running = scripted_process(tmp_path, drain_timeout=1)
-    assert running.stop(signal.SIGINT) == 0
-    assert "serves smollm2 on" in running.output
-    assert "--page-size 7" in running.output
-    assert f"curl {running.url}/v1/chat/completions" in running.output
-
-
-def test_the_engine_ends_when_the_server_is_killed(tmp_path):
-    import psutil
-
-    running = scripted_process(tmp_path, drain_timeout=1)
+def test_the_engine_ends_when_the_server_is_killed(scripted):
+    running = scripted(drain_timeout=1)
     children = psutil.Process(running.process.pid).children(recursive=True)
     assert children
     assert running.stop(signal.SIGKILL) == -signal.SIGKILL
