@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from storage.lmdb_index import Entry, Index
 
-__all__ = ["audit_index"]
+__all__ = ["audit_children", "audit_index"]
 
 
 def audit_index(index: Index, txn: lmdb.Transaction) -> Iterator[str]:
@@ -41,6 +41,22 @@ def audit_index(index: Index, txn: lmdb.Transaction) -> Iterator[str]:
     yield from _audit_leaves(index, txn, leaves)
     yield from _audit_sums(index, txn, pages, live)
     yield from _audit_spaces(index, txn, spaces)
+
+
+def audit_children(index: Index, txn: lmdb.Transaction) -> Iterator[str]:
+    """Yield one line a page whose count of children is wrong. Holds all parents' keys in memory."""
+    children: Counter[bytes] = Counter()
+    for _, raw in txn.cursor(db=index.entries):
+        if parent_key := decode_entry(raw).parent_key:
+            children[parent_key] += 1
+    for key, raw in txn.cursor(db=index.entries):
+        if decode_entry(raw).children != children.pop(bytes(key), 0):
+            yield f"page {bytes(key).hex()} has another number of children"
+    for key, raw in txn.cursor(db=index.orphans):
+        if int.from_bytes(raw, "big") != children.pop(bytes(key), 0):
+            yield f"missing page {bytes(key).hex()} has another number of children"
+    if children:
+        yield f"{len(children)} missing parents are not listed"
 
 
 def _own(owners: dict[int, bytearray], blocks: int, slot: int, who: str) -> Iterator[str]:

@@ -50,8 +50,8 @@ def clear_older(index: Index, lock: AbstractContextManager[object], before_ns: i
 
 
 def _removed(writer: IndexWriter, count: int) -> Callable[[], bool]:
-    goal = writer.totals.pages - count
-    return lambda: writer.totals.pages <= goal
+    goal = writer.pages - count
+    return lambda: writer.pages <= goal
 
 
 def _next_keys(index: Index, space: int | None, start: bytes) -> tuple[list[bytes], bytes | None]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
@@ -22,7 +22,10 @@ from storage.location import lock_exclusive, lock_shared, prepare_folder, reserv
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["MIN_CAPACITY_BYTES", "StoreFolder", "index_bytes"]
+__all__ = ["MIN_CAPACITY_BYTES", "OnDamage", "StoreDamaged", "StoreFolder", "examine_index", "index_bytes"]
+
+OnDamage = Literal["set_aside", "refuse", "keep"]
+"""What to do about an index beyond use: replace it, raise StoreDamaged, or not even look."""
 
 MIN_CAPACITY_BYTES = 8 << 20
 
@@ -43,13 +46,35 @@ def index_bytes(capacity_bytes: int) -> int:
     return max(2 * _MIB, -(-capacity_bytes // 128 // _MIB) * _MIB)
 
 
+class StoreDamaged(StoreUnavailable):
+    """The index can't be used; the message says what is wrong with it."""
+
+
+def examine_index(path: Path, *, thorough: bool) -> str:
+    """Let a child process walk the index, since a damaged B-tree kills who walks it; returns what is wrong, or nothing."""
+    size = max(path.stat().st_size, _MIB)
+    command = [sys.executable, "-m", "storage.check_structure", str(path), str(size)]
+    command += ["--thorough"] if thorough else []
+    package_parent = str(Path(__file__).resolve().parent.parent)
+    environment = {**os.environ, "PYTHONPATH": package_parent, "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return "the walk does not end"
+    if not done.returncode:
+        return ""
+    return (done.stdout.strip().splitlines() or [f"the walk died with status {done.returncode}"])[-1]
+
+
 class StoreFolder:
     """Holds a store's folder for one process: one opening a process, any number of processes a folder.
 
     sole: no other process had the store open. fresh_index: the index is new while slab files may hold records.
     """
 
-    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+    def __init__(self, folder: Path, capacity_bytes: int, on_damage: OnDamage = "set_aside") -> None:
+        """Enter the folder. Raises StoreError; StoreDamaged if the index is damaged and that is to be refused."""
+        self._on_damage = on_damage
         prepare_folder(folder)
         self.path = folder.resolve()
         self._claim()
@@ -149,36 +174,24 @@ class StoreFolder:
     def _adopt(self, left: State | None, capacity_bytes: int) -> None:
         self.fresh_index = not self.index_path.exists()
         self.was_clean = left is not None and left.clean
+        if not self.fresh_index and self._on_damage != "keep" and (self.sole or self._on_damage == "refuse"):
+            self._examine(left)
         if left is not None and not self.sole:
             self.capacity_bytes, self.index_bytes = left.capacity_bytes, left.index_bytes
             if capacity_bytes != left.capacity_bytes:
                 _log.warning("%s is in use with a capacity of %d bytes; that stays", self.path, left.capacity_bytes)
             return
-        if not self.fresh_index:
-            self._examine(left)
         found = 0 if self.fresh_index else self.index_path.stat().st_size
         self.capacity_bytes = capacity_bytes
         self.index_bytes = max(index_bytes(capacity_bytes), -(-found // _MIB) * _MIB)
         save_state(self.path, self._state(clean=False))
 
     def _examine(self, left: State | None) -> None:
-        """Let a child process walk the index: a damaged B-tree kills who walks it."""
-        thorough = left is None or not left.clean
-        size = max(self.index_path.stat().st_size, _MIB)
-        command = [sys.executable, "-m", "storage.check_structure", str(self.index_path), str(size)]
-        command += ["--thorough"] if thorough else []
-        package_parent = str(Path(__file__).resolve().parent.parent)
-        environment = {**os.environ, "PYTHONPATH": package_parent, "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=_CHECK_TIMEOUT_S, check=False
-            )
-        except subprocess.TimeoutExpired:
-            self.set_index_aside("the walk does not end")
-            return
-        if done.returncode:
-            last = (done.stdout.strip().splitlines() or [f"the walk died with status {done.returncode}"])[-1]
-            self.set_index_aside(last)
+        thorough = left is None or not left.clean or self._on_damage == "refuse"
+        if reason := examine_index(self.index_path, thorough=thorough):
+            if self._on_damage == "refuse":
+                raise StoreDamaged(reason)
+            self.set_index_aside(reason)
 
     def _state(self, *, clean: bool) -> State:
         return State(clean, boot_id(), self.capacity_bytes, self.index_bytes)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 import json
 import struct
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
@@ -31,11 +32,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
-__all__ = ["Allocation", "Entry", "Index", "IndexWriter", "SlabCount", "Space", "SpaceCount", "Totals", "decode_entry"]
+__all__ = [
+    "Allocation",
+    "Entry",
+    "Index",
+    "IndexWriter",
+    "SlabCount",
+    "Space",
+    "SpaceCount",
+    "Totals",
+    "decode_entry",
+    "slot_fields",
+]
 
 MAX_READERS = 1024
 
 _ENTRY = struct.Struct("<QQIIIIII")
+_SLOT = struct.Struct("<Q8xIIII")
 _LEAF = struct.Struct(">IQQ")
 _FREE = struct.Struct(">IBI")
 _U32 = struct.Struct(">I")
@@ -44,10 +57,15 @@ _SPACE = struct.Struct("<QQQ")
 _TOTALS = struct.Struct("<QQQQ")
 _TOTALS_KEY = b"totals"
 
+slot_fields = _SLOT.unpack_from
+"""`slot_fields(raw)`: (seq, blocks, slot, payload bytes, token bytes) of a value of `entries`: all that a reader needs."""
 
-class Entry(NamedTuple):
-    """Where a page is. `seq` is never given twice, so equal `seq` means the same record in the same slot.
 
+@dataclass(slots=True)
+class Entry:
+    """Where a page is. The IndexWriter that gave it out owns it.
+
+    seq: never given twice, so equal `seq` means the same record in the same slot.
     used_ns: Unix time of the last use of the page, or of a child evicted since. parent_key: empty for a first page.
     """
 
@@ -122,10 +140,23 @@ def decode_entry(raw: bytes | memoryview) -> Entry:
 
 
 def _encode_entry(entry: Entry) -> bytes:
-    return _ENTRY.pack(*entry[:8]) + entry.parent_key
+    numbers = _ENTRY.pack(
+        entry.seq,
+        entry.used_ns,
+        entry.blocks,
+        entry.slot,
+        entry.payload_bytes,
+        entry.token_bytes,
+        entry.space,
+        entry.children,
+    )
+    return numbers + entry.parent_key
 
 
-def _leaf_key(entry: Entry) -> bytes:
+def _leaf_key(entry: Entry | None) -> bytes | None:
+    """Place in the order of eviction, of a page without children."""
+    if entry is None or entry.children:
+        return None
     return _LEAF.pack(entry.space, entry.used_ns, entry.seq)
 
 
@@ -220,27 +251,27 @@ class IndexWriter:
     def __init__(self, index: Index, txn: lmdb.Transaction) -> None:
         self._index = index
         self._txn = txn
-        self._before: dict[bytes, Entry | None] = {}
-        self._now: dict[bytes, Entry | None] = {}
+        self._entries: dict[bytes, Entry | None] = {}
+        self._stored_leaf: dict[bytes, bytes | None] = {}
+        self._changed: dict[bytes, None] = {}
         self._released: list[tuple[int, int]] = []
-        self._spaces: dict[int, SpaceCount] = {}
+        self._spaces: dict[int, list[int]] = {}
         self._has_orphans = bool(txn.stat(index.orphans)["entries"])
-        self.totals = index.totals(txn)
+        self.seq, self.pages, self.live_bytes, self.disk_bytes = index.totals(txn)
         self.slabs = index.slab_counts(txn)
 
     def entry(self, key: bytes) -> Entry | None:
         """The entry as changed so far; None for the empty key."""
-        if not key:
-            return None
-        if key not in self._now:
-            raw = self._txn.get(key, db=self._index.entries)
-            self._before[key] = self._now[key] = decode_entry(raw) if raw else None
-        return self._now[key]
+        if key in self._entries:
+            return self._entries[key]
+        raw = self._txn.get(key, db=self._index.entries) if key else None
+        entry = self._entries[key] = decode_entry(raw) if raw else None
+        self._stored_leaf[key] = _leaf_key(entry)
+        return entry
 
-    def space_count(self, number: int) -> SpaceCount:
-        if number not in self._spaces:
-            self._spaces[number] = self._index.space_count(self._txn, number)
-        return self._spaces[number]
+    def space_bytes(self, number: int) -> int:
+        """Bytes of slots that a namespace holds."""
+        return self._space(number)[2]
 
     def add_space(self, info: NamespaceInfo) -> Space:
         """Register a namespace, or renew its labels; tenant and number of a known one stay."""
@@ -254,9 +285,11 @@ class IndexWriter:
     def insert(self, key: bytes, entry: Entry) -> None:
         """Add a page whose slot is allocated. `entry.seq` and `entry.children` are filled in here."""
         assert self.entry(key) is None
-        children = self._adopt_orphans(key)
-        self.totals = self.totals._replace(seq=self.totals.seq + 1)
-        self._now[key] = entry._replace(seq=self.totals.seq, children=children)
+        self.seq += 1
+        entry.seq = self.seq
+        entry.children = self._adopt_orphans(key)
+        self._entries[key] = entry
+        self._changed[key] = None
         self._count(entry, 1)
         self._add_child(entry.parent_key, 1)
 
@@ -264,7 +297,8 @@ class IndexWriter:
         """Drop a page; its slot is free after the commit, its children become orphans."""
         entry = self.entry(key)
         assert entry is not None
-        self._now[key] = None
+        self._entries[key] = None
+        self._changed[key] = None
         self._released.append((entry.blocks, entry.slot))
         self._count(entry, -1)
         self._add_child(entry.parent_key, -1)
@@ -277,7 +311,8 @@ class IndexWriter:
         """Move a page's last use forward, never back."""
         entry = self.entry(key)
         if entry is not None and entry.used_ns < used_ns:
-            self._now[key] = entry._replace(used_ns=used_ns)
+            entry.used_ns = used_ns
+            self._changed[key] = None
 
     def evict(
         self, spaces: Collection[int], held: Collection[bytes], enough: Callable[[], bool], before_ns: int = 2**63
@@ -315,7 +350,7 @@ class IndexWriter:
         new = range(slab.slots, slab.slots + count - len(backed) - len(holes))
         self.slabs[blocks] = SlabCount(slab.slots + len(new), slab.backed - len(backed), slab.holes - len(holes))
         grown = (len(holes) + len(new)) * blocks * BLOCK_BYTES
-        self.totals = self.totals._replace(disk_bytes=self.totals.disk_bytes + grown)
+        self.disk_bytes += grown
         return Allocation(tuple(backed), tuple(holes), tuple(new))
 
     def growth_bytes(self, blocks: int, count: int) -> int:
@@ -329,8 +364,16 @@ class IndexWriter:
         for slot in slots:
             self._txn.put(_FREE.pack(blocks, 1, slot), b"", db=self._index.free)
         self.slabs[blocks] = slab._replace(backed=slab.backed - len(slots), holes=slab.holes + len(slots))
-        drained = len(slots) * blocks * BLOCK_BYTES
-        self.totals = self.totals._replace(disk_bytes=self.totals.disk_bytes - drained)
+        self.disk_bytes -= len(slots) * blocks * BLOCK_BYTES
+        return slots
+
+    def cut_tail(self, blocks: int) -> int:
+        """Forget the holes at the end of a slab file; returns the slots it is left with."""
+        slab = self.slabs[blocks]
+        slots, holes = slab.slots, slab.holes
+        while holes and self._txn.delete(_FREE.pack(blocks, 1, slots - 1), db=self._index.free):
+            slots, holes = slots - 1, holes - 1
+        self.slabs[blocks] = slab._replace(slots=slots, holes=holes)
         return slots
 
     def give_back_hole(self, blocks: int, slot: int) -> None:
@@ -338,15 +381,13 @@ class IndexWriter:
         self._txn.put(_FREE.pack(blocks, 1, slot), b"", db=self._index.free)
         slab = self.slabs[blocks]
         self.slabs[blocks] = slab._replace(holes=slab.holes + 1)
-        self.totals = self.totals._replace(disk_bytes=self.totals.disk_bytes - blocks * BLOCK_BYTES)
+        self.disk_bytes -= blocks * BLOCK_BYTES
 
     def flush(self) -> None:
         """Write all that changed into the transaction."""
-        for key, entry in self._now.items():
-            before = self._before[key]
-            if entry is not before:
-                self._write_entry(key, before, entry)
-                self._before[key] = entry
+        for key in self._changed:
+            self._write_entry(key, self._entries[key])
+        self._changed.clear()
         for blocks, slot in self._released:
             self._txn.put(_FREE.pack(blocks, 0, slot), b"", db=self._index.free)
             slab = self.slabs[blocks]
@@ -356,19 +397,20 @@ class IndexWriter:
             self._txn.put(_U32.pack(blocks), _SLAB.pack(*slab), db=self._index.slabs)
         for number, count in self._spaces.items():
             self._txn.put(_U32.pack(number), _SPACE.pack(*count), db=self._index.spaces)
-        self._txn.put(_TOTALS_KEY, _TOTALS.pack(*self.totals), db=self._index.meta)
+        totals = _TOTALS.pack(self.seq, self.pages, self.live_bytes, self.disk_bytes)
+        self._txn.put(_TOTALS_KEY, totals, db=self._index.meta)
 
     # helpers
 
-    def _write_entry(self, key: bytes, before: Entry | None, entry: Entry | None) -> None:
-        old_leaf = _leaf_key(before) if before is not None and not before.children else None
-        new_leaf = _leaf_key(entry) if entry is not None and not entry.children else None
+    def _write_entry(self, key: bytes, entry: Entry | None) -> None:
+        old_leaf, new_leaf = self._stored_leaf[key], _leaf_key(entry)
         if entry is None:
             self._txn.delete(key, db=self._index.entries)
         else:
             self._txn.put(key, _encode_entry(entry), db=self._index.entries)
         if old_leaf == new_leaf:
             return
+        self._stored_leaf[key] = new_leaf
         if old_leaf is not None:
             self._txn.delete(old_leaf, db=self._index.leaves)
         if new_leaf is not None:
@@ -379,7 +421,8 @@ class IndexWriter:
             return
         parent = self.entry(parent_key)
         if parent is not None:
-            self._now[parent_key] = parent._replace(children=parent.children + change)
+            parent.children += change
+            self._changed[parent_key] = None
             return
         raw = self._txn.get(parent_key, db=self._index.orphans)
         count = (_U32.unpack(raw)[0] if raw else 0) + change
@@ -393,12 +436,20 @@ class IndexWriter:
         raw = self._txn.pop(key, db=self._index.orphans) if self._has_orphans else None
         return int(_U32.unpack(raw)[0]) if raw else 0
 
+    def _space(self, number: int) -> list[int]:
+        """Pages, tokens and bytes of a namespace, to be changed in place."""
+        if number not in self._spaces:
+            self._spaces[number] = list(self._index.space_count(self._txn, number))
+        return self._spaces[number]
+
     def _count(self, entry: Entry, sign: int) -> None:
-        totals, space = self.totals, self.space_count(entry.space)
         size = sign * entry.slot_bytes
-        self.totals = totals._replace(pages=totals.pages + sign, live_bytes=totals.live_bytes + size)
-        tokens = sign * (entry.token_bytes // 4)
-        self._spaces[entry.space] = SpaceCount(space.pages + sign, space.tokens + tokens, space.bytes + size)
+        self.pages += sign
+        self.live_bytes += size
+        space = self._space(entry.space)
+        space[0] += sign
+        space[1] += sign * (entry.token_bytes // 4)
+        space[2] += size
 
     def _take_free(self, blocks: int, hole: int, count: int) -> list[int]:
         if not count:

@@ -30,6 +30,7 @@ __all__ = ["Limits", "PagePutter", "Pending"]
 
 _ROUNDS = 32  # evictions and retries for one chunk, against a busy neighbour process
 _INDEX_BYTES_A_PAGE = 320  # measured at most: entry, leaf, free slot, page fill of 2/3, copies of open transactions
+_MARGIN_BYTES = 64 << 10  # what files besides the slabs may grow by until they are looked at again
 _SLACK = 2  # chunks' worth evicted beyond need
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -125,7 +126,15 @@ class PagePutter:
         """Punch out every free slot that still has blocks."""
         with self._index.env.begin(write=True) as txn:
             writer = IndexWriter(self._index, txn)
-            self._drain(writer, {}, writer.totals.disk_bytes)
+            self._drain(writer, {}, writer.disk_bytes)
+            writer.flush()
+
+    def cut_tails(self) -> None:
+        """Shorten slab files that end in holes."""
+        with self._index.env.begin(write=True) as txn:
+            writer = IndexWriter(self._index, txn)
+            for blocks in list(writer.slabs):
+                self._slabs.trim(blocks, writer.cut_tail(blocks))
             writer.flush()
 
     def tidy(self, *, was_clean: bool) -> None:
@@ -144,7 +153,7 @@ class PagePutter:
             with self._index.env.begin(write=True) as txn:
                 writer = IndexWriter(self._index, txn)
                 room = self._room(writer, no_growth=False)
-                excess = writer.totals.disk_bytes - room.disk_bytes
+                excess = writer.disk_bytes - room.disk_bytes
                 if excess <= 0:
                     return
                 if self._drain(writer, Counter(), excess) < excess:
@@ -161,9 +170,11 @@ class PagePutter:
         return spare
 
     def _room(self, writer: IndexWriter, no_growth: bool) -> _Room:
-        budget = self._limits.capacity_bytes - self.overhead_bytes
+        """What the capacity leaves, the file system's own blocks (maps of extents) and a dead writer's leavings counted."""
+        unknown = self._slabs.disk_bytes(writer.slabs) - writer.disk_bytes
+        budget = self._limits.capacity_bytes - self.overhead_bytes - _MARGIN_BYTES - max(0, unknown)
         growth = 0 if no_growth else max(0, self._spare_bytes())
-        limit = min(budget, writer.totals.disk_bytes + growth)
+        limit = min(budget, writer.disk_bytes + growth)
         return _Room(limit, limit, self._max_pages)
 
     def _fitting(self, writer: IndexWriter, txn: lmdb.Transaction, todo: Sequence[Pending], room: _Room) -> int:
@@ -172,7 +183,7 @@ class PagePutter:
             return 0
         quota = self._limits.quotas.get(todo[0].space.info.tenant)
         tenant_bytes = self._tenant_bytes(writer, txn, todo[0].space.info.tenant) if quota is not None else 0
-        live, pages = writer.totals.live_bytes, writer.totals.pages
+        live, pages = writer.live_bytes, writer.pages
         for count, record in enumerate(todo):
             if writer.entry(record.ref.key) is not None:
                 continue
@@ -191,20 +202,18 @@ class PagePutter:
         if todo and (quota := self._limits.quotas.get(todo[0].space.info.tenant)) is not None:
             numbers = self._tenant_spaces(txn, todo[0].space.info.tenant)
             self.evicted_pages += writer.evict(
-                numbers, held, lambda: sum(writer.space_count(number).bytes for number in numbers) + need <= quota
+                numbers, held, lambda: sum(writer.space_bytes(number) for number in numbers) + need <= quota
             )
         live = room.live_bytes - need - min(room.live_bytes // 64, _SLACK * need)
         pages = room.pages - len(todo) - min(room.pages // 64, _SLACK * len(todo))
         everyone = range(1, self._index.count_spaces(txn) + 1)
-        self.evicted_pages += writer.evict(
-            everyone, held, lambda: writer.totals.live_bytes <= live and writer.totals.pages <= pages
-        )
+        self.evicted_pages += writer.evict(everyone, held, lambda: writer.live_bytes <= live and writer.pages <= pages)
 
     def _tenant_spaces(self, txn: lmdb.Transaction, tenant: str) -> list[int]:
         return [space.number for space in self._index.all_spaces(txn) if space.info.tenant == tenant]
 
     def _tenant_bytes(self, writer: IndexWriter, txn: lmdb.Transaction, tenant: str) -> int:
-        return sum(writer.space_count(number).bytes for number in self._tenant_spaces(txn, tenant))
+        return sum(writer.space_bytes(number) for number in self._tenant_spaces(txn, tenant))
 
     def _store(self, writer: IndexWriter, todo: Sequence[Pending], room: _Room) -> dict[int, PutOutcome]:
         fresh: dict[int, list[Pending]] = defaultdict(list)
@@ -221,7 +230,7 @@ class PagePutter:
                 keys.add(record.ref.key)
         needs = Counter({blocks: len(records) for blocks, records in fresh.items()})
         growth = sum(writer.growth_bytes(blocks, count) for blocks, count in needs.items())
-        self._drain(writer, needs, writer.totals.disk_bytes + growth - room.disk_bytes)
+        self._drain(writer, needs, writer.disk_bytes + growth - room.disk_bytes)
         for blocks, records in fresh.items():
             slots = self._write_slots(writer, blocks, records)
             for slot, record in zip(slots, records, strict=True):

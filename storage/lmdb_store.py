@@ -24,29 +24,31 @@ import os
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Literal, get_args
 
 import lmdb
 
 from storage.base import GetOutcome, NamespaceStats, PutOutcome, StoreStats
 from storage.errors import StoreError, StoreForkError, StoreUnavailable
-from storage.lmdb_clear import clear_pages
+from storage.lmdb_clear import clear_older, clear_pages
 from storage.lmdb_folder import MIN_CAPACITY_BYTES, StoreFolder
-from storage.lmdb_get import PageGetter
+from storage.lmdb_get import Doomed, PageGetter
 from storage.lmdb_index import Index, IndexWriter
 from storage.lmdb_put import Limits, PagePutter, Pending
 from storage.rebuild import rebuild_index
 from storage.record import frame, pad, seal
 from storage.slab import SlabFiles, slot_blocks
+from storage.verify import audit_store, verify_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from storage.base import Medium, NamespaceInfo, PageRecord, PageRef
-    from storage.lmdb_get import Doomed
+    from storage.lmdb_folder import OnDamage
     from storage.lmdb_index import Space
+    from storage.verify import BadPage, VerifyReport
 
 __all__ = ["LmdbStore", "SyncMode"]
 
@@ -56,7 +58,7 @@ _log = logging.getLogger(__name__)
 _KEEP_INTERVAL_S = 1.0
 _CHUNK_RECORDS = 64
 _CHUNK_BYTES = 32 << 20
-_SPLIT_BYTES = 1 << 20  # a read this large is shared by two threads
+_SPLIT_BYTES = 512 << 10  # a read this large is shared by two threads
 _NOT_THERE = (PutOutcome.NO_ROOM, PutOutcome.FAILED)
 _BAD = (GetOutcome.MISMATCH, GetOutcome.CORRUPT, GetOutcome.FAILED)
 
@@ -73,10 +75,12 @@ class LmdbStore:
         quotas: Mapping[str, int] | None = None,
         clock: Callable[[], int] = time.time_ns,
         medium: Medium | None = None,
+        on_damage: OnDamage = "set_aside",
     ) -> None:
         """Open or create.
 
         free_floor_bytes: what must stay free on the file system; by default 1 % of it, at most 1 GiB. quotas: bytes by tenant.
+        on_damage: what becomes of an index beyond use: a new one is built from the records, or StoreDamaged is raised.
         Raises StoreLocationError, StoreFormatError, StoreFull, StoreUnavailable, ValueError.
         """
         if capacity_bytes < MIN_CAPACITY_BYTES:
@@ -92,7 +96,7 @@ class LmdbStore:
         self._write_lock = threading.Lock()
         self._stop = threading.Event()
         self._synced_txn = 0
-        self._folder = StoreFolder(folder, capacity_bytes)
+        self._folder = StoreFolder(folder, capacity_bytes, on_damage)
         try:
             with translated():
                 self._open(self._limits(free_floor_bytes, quotas), medium)
@@ -142,20 +146,15 @@ class LmdbStore:
 
     def get_many(self, refs: Sequence[PageRef], into: Sequence[memoryview]) -> list[GetOutcome]:
         with self._session:
-            half = len(refs) // 2
-            if half and len(into) * into[0].nbytes >= _SPLIT_BYTES:
-                later = self._helper.submit(self._getter.get, refs[half:], into[half:])
-                outcomes, doomed = self._getter.get(refs[:half], into[:half])
-                outcomes_later, doomed_later = later.result()
-                outcomes += outcomes_later
-                doomed += doomed_later
-            else:
-                outcomes, doomed = self._getter.get(refs, into)
+            outcomes, suspects = self._read(refs, into)
+            changed = {suspect.key for suspect in suspects if self._getter.has_changed(suspect)}
+            if changed:
+                outcomes = [GetOutcome.ABSENT if ref.key in changed else o for ref, o in zip(refs, outcomes, strict=True)]
             self._touch([ref for ref, outcome in zip(refs, outcomes, strict=True) if outcome is GetOutcome.HIT])
             for outcome in outcomes:
                 if outcome in _BAD:
                     self._count_error(outcome.value)
-            self._delete_doomed(doomed)
+            self._delete_doomed([suspect for suspect in suspects if suspect.key not in changed])
             return outcomes
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -179,6 +178,35 @@ class LmdbStore:
                 self._putter.give_back_free_blocks()
             return cleared
 
+    def clear_older(self, before_ns: int) -> int:
+        """Delete the pages not used since a Unix time, leaves first; returns how many."""
+        with self._session:
+            cleared = clear_older(self._index, self._write_lock, before_ns)
+            with self._write_lock:
+                self._putter.give_back_free_blocks()
+            return cleared
+
+    def compact(self) -> None:
+        """Give all free blocks back to the file system and shorten the slab files. Safe beside other processes."""
+        with self._session, self._write_lock:
+            self._putter.give_back_free_blocks()
+            self._putter.cut_tails()
+
+    def verify(self, progress: Callable[[int, int], None]) -> VerifyReport:
+        """Check structure, accounting and every payload, and delete nothing; `progress` gets (pages done, pages in all)."""
+        with self._session:
+            return verify_store(self._index, self._slabs, progress)
+
+    def audit(self) -> tuple[str, ...]:
+        """Check the index against itself only; the first contradictions found."""
+        with self._session:
+            return audit_store(self._index)
+
+    def delete_bad(self, bad: Sequence[BadPage]) -> int:
+        """Delete pages that `verify` found bad, unless they were stored anew since; returns how many."""
+        with self._session:
+            return self._delete_doomed([Doomed(page.key, page.seq) for page in bad])
+
     def sync(self) -> None:
         with self._session:
             self._sync()
@@ -188,7 +216,7 @@ class LmdbStore:
             totals = self._index.totals(txn)
             return StoreStats(
                 pages=totals.pages,
-                bytes=totals.disk_bytes + self._putter.overhead_bytes,
+                bytes=self._slabs.disk_bytes(self._index.slab_counts(txn)) + self._putter.overhead_bytes,
                 capacity_bytes=self._folder.capacity_bytes,
                 evicted_pages=self._putter.evicted_pages,
                 namespaces=tuple(share_of(self._index, txn, space) for space in self._index.all_spaces(txn)),
@@ -236,6 +264,19 @@ class LmdbStore:
         if folder.sole:
             self._putter.tidy(was_clean=folder.was_clean)
             self._putter.shrink()
+
+    def _read(self, refs: Sequence[PageRef], into: Sequence[memoryview]) -> tuple[list[GetOutcome], list[Doomed]]:
+        """Read a batch, a large one in two threads: verifying costs as much as a fifth of reading."""
+        half = len(refs) // 2
+        if not half or len(into) * into[0].nbytes < _SPLIT_BYTES:
+            return self._getter.get(refs, into)
+        later = self._helper.submit(self._getter.get, refs[half:], into[half:])
+        try:
+            outcomes, suspects = self._getter.get(refs[:half], into[:half])
+        finally:
+            wait([later])  # the buffers are the caller's again once this returns
+        more_outcomes, more_suspects = later.result()
+        return outcomes + more_outcomes, suspects + more_suspects
 
     def _chunks(self, records: Sequence[PageRecord]) -> Iterator[list[int]]:
         """Split a batch, by place, into runs of one tenant that go into one transaction."""
@@ -301,16 +342,19 @@ class LmdbStore:
                 writer.touch(key, used_ns)
             writer.flush()
 
-    def _delete_doomed(self, doomed: Sequence[Doomed]) -> None:
+    def _delete_doomed(self, doomed: Sequence[Doomed]) -> int:
         if not doomed:
-            return
+            return 0
+        deleted = 0
         with self._write_lock, self._index.env.begin(write=True) as txn:
             writer = IndexWriter(self._index, txn)
             for key, seq in doomed:
                 entry = writer.entry(key)
                 if entry is not None and entry.seq == seq:
                     writer.remove(key)
+                    deleted += 1
             writer.flush()
+        return deleted
 
     def _sync(self) -> None:
         """Records first, then the index that points to them."""

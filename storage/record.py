@@ -61,8 +61,12 @@ class Header(NamedTuple):
 
 def header_bytes(key_bytes: int, token_bytes: int) -> int:
     """Bytes from a record's start to its payload: a multiple of BLOCK_BYTES."""
-    used = _FIXED.size + 3 * key_bytes + token_bytes + _SUMS.size
-    return -(-used // BLOCK_BYTES) * BLOCK_BYTES
+    return padded_bytes(_FIXED.size + 3 * key_bytes + token_bytes)
+
+
+def padded_bytes(framed_bytes: int) -> int:
+    """Bytes of a header whose frame has `framed_bytes`."""
+    return -(-(framed_bytes + _SUMS.size) // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def frame(ref: PageRef, payload_bytes: int) -> bytes:

@@ -14,7 +14,7 @@ from storage.location import punch_hole
 from storage.record import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
 __all__ = ["SlabFiles", "SlotWrite", "slot_blocks"]
@@ -78,9 +78,13 @@ class SlabFiles:
             at = end
         self._unsynced.add(blocks)  # after the bytes: a sync between would otherwise miss them
 
-    def read(self, blocks: int, slot: int, header: bytearray, payload: memoryview) -> int:
-        """Read a slot's beginning into two buffers; returns the bytes read. Releases the GIL. Raises OSError."""
-        return os.preadv(self.fd(blocks), (header, payload), slot * blocks * BLOCK_BYTES)
+    def read(self, blocks: int, slot: int, buffers: Sequence[bytearray | memoryview]) -> int:
+        """Read from a slot's beginning into buffers; returns the bytes read. Releases the GIL. Raises OSError."""
+        return os.preadv(self.fd(blocks), buffers, slot * blocks * BLOCK_BYTES)
+
+    def disk_bytes(self, sizes: Iterable[int]) -> int:
+        """Bytes on disk of the files for some slot sizes, as the file system counts them."""
+        return sum(os.fstat(self.fd(blocks)).st_blocks * 512 for blocks in sizes)
 
     def wipe(self, blocks: int, slot: int) -> None:
         """Give a slot's blocks back to the file system."""

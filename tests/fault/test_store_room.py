@@ -1,0 +1,141 @@
+"""Room runs out: on a small file system, under churn, below the floor."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from storage.maintenance import check
+
+sys.path.insert(0, str(Path(__file__).parent))
+import store_load as load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def no_progress(done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MiB."""
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(mount)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"can't mount a tmpfs: {done.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write a file until the file system is full."""
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_a_full_disk_is_counted_survived_and_recovered_from(small_disk: Path) -> None:
+    store = load.open_store(small_disk / "store", capacity=256 << 20, floor=-(1 << 30))  # as if more were free than is
+    outcomes: Counter[str] = Counter()
+    for number in range(0, 400, 3):
+        outcomes += load.write(store, load.chain(number, 30))
+    assert outcomes["stored"] > 1000
+    assert outcomes.keys() <= {"stored", "no_room"}
+    errors = store.stats().errors
+    assert errors["enospc"] > 0
+    assert load.read(store, load.chain(399, 30)) == {"hit": 30}
+    ballast = small_disk / "ballast"
+    fill(ballast)
+    assert load.write(store, load.chain(200, 10)).keys() <= {"stored", "no_room"}
+    ballast.unlink()
+    assert load.write(store, load.chain(600, 10)) == {"stored": 10}
+    assert load.read(store, load.chain(600, 10)) == {"hit": 10}
+    store.close()
+    assert check(small_disk / "store", no_progress).sound
+
+
+def test_a_disk_filled_by_others_leaves_what_is_stored(small_disk: Path) -> None:
+    store = load.open_store(small_disk / "store", capacity=32 << 20)
+    assert load.write(store, load.chain(0, 10)) == {"stored": 10}
+    fill(small_disk / "ballast")
+    assert load.read(store, load.chain(0, 10)) == {"hit": 10}
+    large = load.write(store, load.chain(2, 40))
+    assert large.keys() <= {"stored", "no_room"}
+    assert large["no_room"] > 0
+    store.sync()
+    (small_disk / "ballast").unlink()
+    assert load.write(store, load.chain(2, 40)).keys() <= {"stored", "present"}
+    store.close()
+    assert check(small_disk / "store", no_progress).sound
+
+
+def test_nothing_is_written_below_the_floor(small_disk: Path) -> None:
+    store = load.open_store(small_disk / "store", capacity=256 << 20, floor=40 << 20)
+    outcomes: Counter[str] = Counter()
+    for number in range(0, 90, 3):
+        outcomes += load.write(store, load.chain(number, 30))
+    assert outcomes["stored"] > 500
+    disk = os.statvfs(small_disk)
+    assert disk.f_bavail * disk.f_frsize >= 40 << 20
+    (small_disk / "ballast").write_bytes(bytes(8 << 20))
+    assert load.write(store, load.chain(300, 3)) == {"no_room": 3}
+    assert store.stats().errors["floor"] > 0
+    store.close()
+
+
+def test_the_cap_holds_on_disk_at_every_moment_of_a_churn(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    store = load.open_store(folder)
+    written = number = 0
+    while written < 20 * load.CAPACITY:
+        refs = load.chain(number, 10)
+        assert load.write(store, refs) == {"stored": 10}
+        assert load.disk_bytes(folder) <= load.CAPACITY
+        assert store.stats().bytes <= load.CAPACITY
+        written += sum(len(load.payload_of(ref)) for ref in refs)
+        number += 1
+    assert load.read(store, load.chain(number - 1, 10)) == {"hit": 10}
+    stats = store.stats()
+    assert stats.bytes > load.CAPACITY // 2
+    assert stats.errors == {}
+    store.close()
+    assert check(folder, no_progress).sound
+
+
+def test_a_smaller_capacity_shrinks_the_store_at_open(tmp_path: Path) -> None:
+    store = load.open_store(tmp_path / "store", capacity=32 << 20)
+    for number in range(40):
+        load.write(store, load.chain(number, 10))
+    store.close()
+    store = load.open_store(tmp_path / "store", capacity=12 << 20)
+    assert load.disk_bytes(tmp_path / "store") <= 12 << 20
+    assert load.read(store, load.chain(39, 10))["hit"] > 0
+    store.close()
+    assert check(tmp_path / "store", no_progress).sound
+
+
+def test_recency_survives_a_restart(tmp_path: Path) -> None:
+    store = load.open_store(tmp_path / "store")
+    for number in range(4):
+        load.write(store, load.chain(3 * number, 10))
+    assert load.read(store, load.chain(0, 10)) == {"hit": 10}
+    store.close()
+    store = load.open_store(tmp_path / "store")
+    number = 100
+    while store.stats().evicted_pages < 20:
+        load.write(store, load.chain(3 * number, 10))
+        number += 1
+    assert store.count_prefix([ref.key for ref in load.chain(0, 10)]) == 10
+    assert store.count_prefix([ref.key for ref in load.chain(3, 10)]) < 10
+    store.close()
