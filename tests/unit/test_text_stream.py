@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.server.text import Detokenizer, StopStrings
 from engine.tokenizer import Tokenizer, load_tokenizer, resolve_model
-from hicache.errors import ConfigError, RequestRefused
+from hicache.errors import ConfigError, ModelRefused, RequestRefused
 
 STOP_TEXT = st.text(alphabet="abé\n", max_size=30)
 
@@ -124,6 +124,34 @@ def test_a_lone_surrogate_is_refused(tokenizer):
 def test_template_arguments_that_are_ours_are_refused(tokenizer):
     with pytest.raises(RequestRefused, match="tokenize"):
         tokenizer.encode_chat([{"role": "user", "content": "Hi"}], options={"tokenize": True}, continue_final_message=False)
+
+
+def test_the_tokenizer_of_a_gguf_is_the_same_when_loaded_again(tokenizer, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = resolve_model("smollm2")
+    fresh, kept = load_tokenizer(path), load_tokenizer(path)
+    assert [folder.parent.name for folder in tmp_path.glob("hicache/*/SmolLM2*")] == ["tokenizers"]
+    text, chat = "Hi 🦜 123  <|im_end|>\n\tx", [{"role": "user", "content": "Hi"}]
+    for one in (fresh, kept):
+        assert one.encode(text) == tokenizer.encode(text)
+        assert one.eos_token_id == tokenizer.eos_token_id
+        assert one.vocab_size == tokenizer.vocab_size
+        assert one.encode_chat(chat, options={}, continue_final_message=False) == tokenizer.encode_chat(
+            chat, options={}, continue_final_message=False
+        )
+    assert fresh.decode(fresh.encode(text), skip_special_tokens=True) == kept.decode(kept.encode(text))
+
+
+def test_a_tokenizer_that_can_not_be_kept_is_used_all_the_same(monkeypatch, tmp_path):
+    taken = tmp_path / "hicache"
+    taken.write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load_tokenizer(resolve_model("smollm2")).encode("one two")
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ModelRefused, match="no usable tokenizer"):
+        load_tokenizer(tmp_path)
 
 
 def test_an_unknown_model_is_refused_with_the_names_that_are_known():
