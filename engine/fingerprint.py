@@ -85,8 +85,8 @@ def _safetensors_ranges(file: BinaryIO) -> Iterable[tuple[int, int]]:
 
 def _spaced_ranges(size: int) -> Iterable[tuple[int, int]]:
     """(start, length) of evenly spaced blocks, the first and the last included."""
-    step = (size - BLOCK_BYTES) // (BLOCKS - 1)
-    return ((i * step, BLOCK_BYTES) for i in range(BLOCKS))
+    last = max(0, size - BLOCK_BYTES)
+    return ((i * last // (BLOCKS - 1), BLOCK_BYTES) for i in range(BLOCKS))
 
 
 def _stable(value: Any) -> Any:

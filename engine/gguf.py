@@ -10,7 +10,7 @@ import logging
 import shutil
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -67,9 +67,10 @@ def _convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
     plain = copy.deepcopy(config)  # loading marks its own as quantised
     model = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, config=config, dtype=dtype, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name, local_files_only=True)
+    model_class: Any = type(model)
     with torch.device("meta"):
         # transformers saves no model that came from a GGUF, but a twin of it
-        twin = type(model)._from_config(plain, dtype=dtype)
+        twin = model_class._from_config(plain, dtype=dtype)
     twin.load_state_dict(model.state_dict(), assign=True)
     twin.generation_config = model.generation_config
     try:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from engine.attention.hook import IMPLEMENTATION
@@ -114,7 +115,7 @@ def _load(path: Path, device: torch.device, dtype: str, context_length: int | No
         length = resolve_context_length(config, context_length)
         hf = _load_weights(source, config, compute, device)
         weights = digest_files([path] if path.is_file() else list(_weight_files(path)))
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelRefused(f"{path}: {_one_line(error)}") from error
     tokenizer = load_tokenizer(source.folder if source.gguf_file is None else path)
     text = config.get_text_config(decoder=True)
@@ -139,25 +140,30 @@ def _config(folder: Path, gguf_file: str | None = None) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         raise ModelRefused(f"{folder}: {_one_line(error)}") from error
     check_config(config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelRefused(f"{config.model_type} is no language model that transformers can generate with")
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    check_class(model_class)
     return config
 
 
 def _load_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load the weights onto the device, with attention going through our hook. Raises ModelRefused."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelRefused(f"{config.model_type} is no language model that transformers can generate with")
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    check_class(model_class)
     extra: dict[str, Any] = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         source.folder,
         config=config,
         dtype=dtype,
         attn_implementation=IMPLEMENTATION,
         local_files_only=True,
         device_map={"": device} if device.type != "cpu" else None,
+        output_loading_info=True,
         **extra,
     )
+    model: PreTrainedModel
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ModelRefused(f"{source.folder}: {len(missing)} weights are missing, such as {missing[0]}")
     model.train(False)
     return model
 
