@@ -1,9 +1,10 @@
-"""The `hicache` command. Heavy imports wait until a command runs, so that --help is quick."""
+"""The `hicache` command. What a command needs is imported when it runs, so that --help is quick."""
 
 from __future__ import annotations
 
 import typer
 
+from engine.cli import bench_store, bench_tree, store
 from engine.cli.serve import serve_command
 
 __all__ = ["app"]
@@ -15,9 +16,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help: tables cut the names of flags
 )
+bench = typer.Typer(help="Measure parts of the cache on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
 app.command("serve", help="Serve a model over HTTP, with the cache on.")(serve_command())
-
-
-@app.callback()
-def _main() -> None:
-    """Keep `serve` a sub-command while it is the only one."""
+app.add_typer(store.app, name="store")
+app.add_typer(bench, name="bench")
+bench.command("tree")(bench_tree.tree)
+bench.command("store")(bench_store.store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import re
 import uuid
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from engine.server.metrics import ServerMetrics
 
 __all__ = ["ADMIN_PATHS", "Guard"]
+
+log = logging.getLogger(__name__)
 
 ADMIN_PATHS = frozenset({"/flush_cache"})
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
@@ -51,6 +54,8 @@ class Guard:
                 call.status = 499
                 self._metrics.disconnects.inc()
             finally:
+                level = logging.INFO if call.status >= 400 else logging.DEBUG
+                log.log(level, "%s %s: %d, request id %s", scope["method"], _route(scope), call.status, call.id)
                 self._metrics.http_requests.labels(scope["method"], _route(scope), str(call.status)).inc()
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
@@ -82,7 +87,7 @@ class _Call:
         self._left_bytes = MAX_BODY_BYTES
         self.status = 500
         given = headers.get(b"x-request-id", b"")
-        self._id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        self.id = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
     async def receive(self) -> Message:
         """Receive, up to the limit (ASGI)."""
@@ -96,7 +101,7 @@ class _Call:
         """Send, with the id (ASGI)."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", self._id)]}
+            message = {**message, "headers": [*message.get("headers", ()), (b"x-request-id", self.id.encode())]}
         await self._send(message)
 
 
