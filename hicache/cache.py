@@ -267,8 +267,10 @@ class HiCache:
             return
         deadline_s = t.clock() + timeout_s
         for node in list(t.tree.nodes()):
-            while t.clock() < deadline_s and not self._persist_node(node):
-                self.wait(0.05)
+            # A node may have left the tree to make room for another's copies.
+            while node.parent is not None and t.clock() < deadline_s and not self._persist_node(node):
+                if not self.wait(0.05):
+                    break
                 self._mover.drain()
         while t.in_flight and t.clock() < deadline_s:
             self.wait(0.05)

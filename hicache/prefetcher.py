@@ -145,15 +145,20 @@ class Prefetcher:
             end = tree.split(end, match.depth)
         if match.pages:
             self._keep_mirrors(tree.ids_between(node, end), slots[: match.pages])
+        tree.pin(end)  # now, so that a node that a running request ends at does not grow in place
+        tree.unpin(node)
         rest = slots[match.pages :]
         if len(rest):
             ids = t.table.new(len(rest))
             t.table.stored[ids] = STORED
             t.land_on_host(np.array(ids, np.int32), rest)
             at = (first + match.pages) * page
-            end = tree.grow(end, lease.tokens[at : (first + len(slots)) * page], ids, on_device=False, priority=lease.priority)
-        tree.pin(end)
-        tree.unpin(node)
+            tokens = lease.tokens[at : (first + len(slots)) * page]
+            grown = tree.grow(end, tokens, ids, on_device=False, priority=lease.priority)
+            if grown is not end:
+                tree.pin(grown)
+                tree.unpin(end)
+                end = grown
         prefetch.pinned = end
 
     def _keep_mirrors(self, ids: Slots, slots: Slots) -> None:
