@@ -60,18 +60,24 @@ class ServerProcess:
         return self.process.wait(STOP_TIMEOUT_S)
 
 
+@pytest.fixture(scope="session")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache folder for all servers, since converting the model takes its time. Stores are each test's own."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+def server(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., ServerProcess]]:
     """Start real servers: `server("--config", path, env={...})` returns one that answers; all are stopped at the end.
 
-    Each gets a free port, and a cache folder under the test's own unless `env` says otherwise.
+    Each gets a free port, and the session's cache folder unless `env` says otherwise.
     """
     started: list[ServerProcess] = []
 
     def start(*flags: str, env: Mapping[str, str] | None = None) -> ServerProcess:
         port, log = free_port(), tmp_path / f"server-{len(started)}.log"
         command = [str(HICACHE), "serve", "--port", str(port), *flags]
-        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **(env or {})}
+        environment = {**os.environ, "XDG_CACHE_HOME": str(model_cache), **(env or {})}
         with log.open("wb") as out:
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
         running = ServerProcess(process, f"http://127.0.0.1:{port}", log)
