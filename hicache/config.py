@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from hicache.errors import ConfigError
+from hicache.keys import HASH_ALGOS
 
 __all__ = [
     "CacheConfig",
@@ -33,6 +35,17 @@ class PrefetchConfig:
     timeout_base_s: float = 1.0
     timeout_per_ki_token_s: float = 0.25
     quota: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.policy not in get_args(PrefetchPolicy):
+            raise ConfigError(f"prefetch policy must be one of {', '.join(get_args(PrefetchPolicy))}, not {self.policy}")
+        if self.threshold_tokens < 0:
+            raise ConfigError(f"the prefetch threshold can't be negative: {self.threshold_tokens}")
+        for seconds in (self.timeout_base_s, self.timeout_per_ki_token_s):
+            if not 0 <= seconds < math.inf:
+                raise ConfigError(f"a prefetch timeout must be 0 s or more, not {seconds}")
+        if not 0 <= self.quota <= 1:
+            raise ConfigError(f"the prefetch quota is a share of the host pool, 0 to 1, not {self.quota}")
 
     def timeout_s(self, tokens: int) -> float:
         """Deadline of a prefetch of `tokens` tokens, from its start."""
@@ -67,8 +80,10 @@ class CacheConfig:
         for name, choices in (("write_policy", WritePolicy), ("eviction", EvictionPolicy)):
             if getattr(self, name) not in get_args(choices):
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)}")
-        if self.prefetch.policy not in get_args(PrefetchPolicy):
-            raise ConfigError(f"prefetch policy must be one of {', '.join(get_args(PrefetchPolicy))}")
+        if self.hash_algo not in HASH_ALGOS:
+            raise ConfigError(f"hash_algo must be one of {', '.join(HASH_ALGOS)}, not {self.hash_algo}")
+        if self.hit_threshold < 1:
+            raise ConfigError(f"the hit threshold must be at least 1, not {self.hit_threshold}")
         if not 0 <= self.watermark_low <= self.watermark_high < 1:
             raise ConfigError("watermarks must satisfy 0 <= low <= high < 1")
 

@@ -229,8 +229,8 @@ class RadixTree:
     def grow(self, node: Node, key: bytes | bytearray, pages: array[int], on_device: bool, priority: int) -> Node:
         """Add pages after the end of `node`; nothing below it may begin like them. Returns the node that holds them.
 
-        `node` grows in place if it is a leaf that only the caller holds (by a pin of its own, or nobody does), so a conversation
-        stays one node. Who has it pinned for another would find its end moved.
+        `node` grows in place if it is a leaf that nobody holds but, by one pin, the caller: so a conversation stays one node,
+        and nobody else finds its end moved.
         """
         assert len(key) == len(pages) * self.page_key_bytes
         in_place = node.children is None and node.parent is not None and node.users <= 1
