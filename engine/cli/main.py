@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from engine.cli import bench_store, bench_tree, store
+from engine.cli import bench_multiturn, bench_store, bench_tree, store
 from engine.cli.serve import serve_command
 
 __all__ = ["app"]
@@ -23,3 +23,4 @@ app.add_typer(store.app, name="store")
 app.add_typer(bench, name="bench")
 bench.command("tree")(bench_tree.tree)
 bench.command("store")(bench_store.store)
+bench.command("multiturn")(bench_multiturn.multiturn)
