@@ -10,13 +10,16 @@ import json
 import os
 import secrets
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from storage.errors import StoreFormatError
 
-__all__ = ["FORMAT_VERSION", "Identity", "State", "boot_id", "load_identity", "load_state", "save_state", "write_atomically"]
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["FORMAT_VERSION", "Identity", "State", "load_identity", "load_state", "save_state", "write_atomically"]
 
 FORMAT_VERSION = 1
 
@@ -34,17 +37,17 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How the store was last left. `clean`: the last process to use it closed it. `boot`: the machine's boot it ran in."""
+    """How the store was last left.
+
+    clean: the last process to use it closed it. deaths: lives in a row that ended early and unclean.
+    suspect: what LMDB said when it met damage; empty if it met none.
+    """
 
     clean: bool
-    boot: str
     capacity_bytes: int
     index_bytes: int
-
-
-def boot_id() -> str:
-    """Name this boot of the machine: a file not synced before another boot may have lost writes."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    deaths: int = 0
+    suspect: str = ""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -88,7 +91,13 @@ def load_state(folder: Path) -> State | None:
     fields = _unseal(_read(folder / _STATE))
     if fields is None:
         return None
-    return State(bool(fields["clean"]), str(fields["boot"]), int(fields["capacity_bytes"]), int(fields["index_bytes"]))
+    return State(
+        clean=bool(fields["clean"]),
+        capacity_bytes=int(fields["capacity_bytes"]),
+        index_bytes=int(fields["index_bytes"]),
+        deaths=int(fields["deaths"]),
+        suspect=str(fields["suspect"]),
+    )
 
 
 def save_state(folder: Path, state: State) -> None:

@@ -16,7 +16,7 @@ import xxhash
 
 from storage.base import NamespaceInfo
 from storage.errors import StoreLocationError, StoreUnavailable
-from storage.identity import State, boot_id, load_identity, load_state, save_state
+from storage.identity import State, load_identity, load_state, save_state
 from storage.location import lock_exclusive, lock_shared, prepare_folder, reserve, wait_exclusive
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ MIN_CAPACITY_BYTES = 8 << 20
 _log = logging.getLogger(__name__)
 _MIB = 1 << 20
 _CHECK_TIMEOUT_S = 600.0
+_MAX_DEATHS = 3
 _INDEX = "index.lmdb"
 _NAMESPACES = "NAMESPACES"
 _open_lock = threading.Lock()
@@ -75,6 +76,8 @@ class StoreFolder:
     def __init__(self, folder: Path, capacity_bytes: int, on_damage: OnDamage = "set_aside") -> None:
         """Enter the folder. Raises StoreError; StoreDamaged if the index is damaged and that is to be refused."""
         self._on_damage = on_damage
+        self._suspect = ""
+        self._deaths = 0
         prepare_folder(folder)
         self.path = folder.resolve()
         self._claim()
@@ -127,12 +130,25 @@ class StoreFolder:
         _log.warning("store index of %s is damaged (%s): set aside as %s", self.path, reason, aside.name)
         self.fresh_index = True
 
+    def suspect(self, reason: str) -> None:
+        """Note that LMDB met damage in the index: whoever opens the store alone next builds it anew. Any thread."""
+        if not self._suspect:
+            _log.error("the index of %s is damaged (%s); it will be built anew at the next start", self.path, reason)
+            self._suspect = reason
+            save_state(self.path, self._state(clean=False))
+
+    def outlive(self) -> None:
+        """Note that this life was not cut short, so that a later death is not held against the index."""
+        if self._deaths:
+            self._deaths = 0
+            save_state(self.path, self._state(clean=False))
+
     def close(self, clean: bool) -> None:
         """Leave the folder; `clean` says that all is synced. Idempotent."""
         if self._lock_fd < 0:
             return
         try:
-            if clean and lock_exclusive(self._lock_fd):
+            if clean and not self._suspect and lock_exclusive(self._lock_fd):
                 save_state(self.path, self._state(clean=True))
         finally:
             self._unclaim()
@@ -174,6 +190,7 @@ class StoreFolder:
     def _adopt(self, left: State | None, capacity_bytes: int) -> None:
         self.fresh_index = not self.index_path.exists()
         self.was_clean = left is not None and left.clean
+        self._deaths = 0 if left is None or left.clean else left.deaths + 1
         if not self.fresh_index and self._on_damage != "keep" and (self.sole or self._on_damage == "refuse"):
             self._examine(left)
         if left is not None and not self.sole:
@@ -187,14 +204,23 @@ class StoreFolder:
         save_state(self.path, self._state(clean=False))
 
     def _examine(self, left: State | None) -> None:
-        thorough = left is None or not left.clean or self._on_damage == "refuse"
-        if reason := examine_index(self.index_path, thorough=thorough):
+        if reason := self._recorded_damage(left) or examine_index(self.index_path, thorough=not self.was_clean):
             if self._on_damage == "refuse":
                 raise StoreDamaged(reason)
             self.set_index_aside(reason)
+            self._deaths = 0
+
+    def _recorded_damage(self, left: State | None) -> str:
+        """Say what earlier lives met. A walk does not see LMDB's list of free pages; whoever commits does, or dies of it."""
+        if not self.sole or left is None:
+            return ""
+        if left.suspect:
+            return left.suspect
+        return f"{self._deaths} early deaths in a row" if self._deaths >= _MAX_DEATHS else ""
 
     def _state(self, *, clean: bool) -> State:
-        return State(clean, boot_id(), self.capacity_bytes, self.index_bytes)
+        deaths = 0 if clean else self._deaths
+        return State(clean, self.capacity_bytes, self.index_bytes, deaths, self._suspect)
 
     def _lock_file(self) -> Path:
         return self.path / f"{_INDEX}-lock"

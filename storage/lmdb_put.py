@@ -6,9 +6,11 @@ committed index, and what a racing reader finds in the slot belongs to an entry 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,11 +18,12 @@ import lmdb
 
 from storage.base import PutOutcome
 from storage.lmdb_index import Entry, IndexWriter, SlabCount
-from storage.record import BLOCK_BYTES
+from storage.record import BLOCK_BYTES, seal
 from storage.slab import SlotWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from concurrent.futures import Future
 
     from storage.base import PageRef
     from storage.lmdb_index import Index, Space
@@ -51,8 +54,17 @@ class Pending(NamedTuple):
     ref: PageRef
     space: Space
     blocks: int
-    header: bytes
+    framed: bytes
     payload: memoryview
+
+
+class _Writing(NamedTuple):
+    """Records on their way into slots of one size; `end` and `holes` say which of them had no blocks before."""
+
+    blocks: int
+    end: int
+    holes: tuple[int, ...]
+    job: Future[None]
 
 
 class _Room(NamedTuple):
@@ -81,6 +93,7 @@ class PagePutter:
         self._clock = clock
         self._count_error = count_error
         self._durable = durable
+        self._helper = ThreadPoolExecutor(1, "store-write")
         self._max_pages = index.env.info()["map_size"] // _INDEX_BYTES_A_PAGE
         self.overhead_bytes = 0
         self.evicted_pages = 0
@@ -121,6 +134,10 @@ class PagePutter:
                 if outcomes:
                     return outcomes
         return {}
+
+    def close(self) -> None:
+        """End the helper thread."""
+        self._helper.shutdown()
 
     def give_back_free_blocks(self) -> None:
         """Punch out every free slot that still has blocks."""
@@ -231,28 +248,49 @@ class PagePutter:
         needs = Counter({blocks: len(records) for blocks, records in fresh.items()})
         growth = sum(writer.growth_bytes(blocks, count) for blocks, count in needs.items())
         self._drain(writer, needs, writer.disk_bytes + growth - room.disk_bytes)
-        for blocks, records in fresh.items():
-            slots = self._write_slots(writer, blocks, records)
-            for slot, record in zip(slots, records, strict=True):
-                writer.insert(record.ref.key, _entry_of(record, slot, now_ns))
+        begun: list[_Writing] = []
+        try:
+            for blocks, records in fresh.items():
+                slots = self._begin_writing(writer, blocks, records, begun)
+                for slot, record in zip(slots, records, strict=True):
+                    writer.insert(record.ref.key, _entry_of(record, slot, now_ns))
+            for writing in begun:
+                writing.job.result()
+        except BaseException:
+            self._take_back(begun)
+            raise
         return outcomes
 
-    def _write_slots(self, writer: IndexWriter, blocks: int, records: Sequence[Pending]) -> list[int]:
-        """Write records of one slot size; what a failure leaves in slots that had no blocks is given back."""
+    def _begin_writing(self, writer: IndexWriter, blocks: int, records: Sequence[Pending], begun: list[_Writing]) -> list[int]:
+        """Allocate slots and have records of one size written into them, by the helper while this thread goes on.
+
+        The helper writes a first part while the checksums of the second are computed, and that while entries are made:
+        two long calls, since a thread that wants the GIL back often waits for it.
+        """
         end = writer.slabs.get(blocks, SlabCount()).slots
         taken = writer.allocate(blocks, len(records))
         if taken.new:
             self._slabs.trim(blocks, end)
         slots = taken.slots()
-        writes = [SlotWrite(slot, record.header, record.payload) for slot, record in zip(slots, records, strict=True)]
-        try:
-            self._slabs.write(blocks, writes)
-        except OSError:
-            for slot in taken.holes:
-                self._slabs.wipe(blocks, slot)
-            self._slabs.trim(blocks, end)
-            raise
+        first = len(records) // 4
+        for part in (slice(0, first), slice(first, None)):
+            writes = [
+                SlotWrite(slot, seal(record.framed, record.payload), record.payload)
+                for slot, record in zip(slots[part], records[part], strict=True)
+            ]
+            for writing in begun:
+                writing.job.result()
+            begun.append(_Writing(blocks, end, taken.holes, self._helper.submit(self._slabs.write, blocks, writes)))
         return slots
+
+    def _take_back(self, begun: Sequence[_Writing]) -> None:
+        """Wait for writes that were begun in vain, and give back the blocks of slots that had none before."""
+        wait([writing.job for writing in begun])
+        with contextlib.suppress(OSError):  # the next open tidies up
+            for blocks, end, holes, _ in begun:
+                for slot in holes:
+                    self._slabs.wipe(blocks, slot)
+                self._slabs.trim(blocks, end)
 
     def _drain(self, writer: IndexWriter, needs: Mapping[int, int], excess_bytes: int) -> int:
         """Punch out free slots that `needs` (slots by size) leaves over, up to `excess_bytes`; returns the bytes freed."""

@@ -37,7 +37,7 @@ from storage.lmdb_get import Doomed, PageGetter
 from storage.lmdb_index import Index, IndexWriter
 from storage.lmdb_put import Limits, PagePutter, Pending
 from storage.rebuild import rebuild_index
-from storage.record import frame, pad, seal
+from storage.record import frame, padded_bytes
 from storage.slab import SlabFiles, slot_blocks
 from storage.verify import audit_store, verify_store
 
@@ -56,10 +56,12 @@ SyncMode = Literal["none", "batch", "always"]
 
 _log = logging.getLogger(__name__)
 _KEEP_INTERVAL_S = 1.0
-_CHUNK_RECORDS = 64
+_EARLY_DEATH_S = 60.0
+_CHUNK_RECORDS = 128
 _CHUNK_BYTES = 32 << 20
 _SPLIT_BYTES = 512 << 10  # a read this large is shared by two threads
 _NOT_THERE = (PutOutcome.NO_ROOM, PutOutcome.FAILED)
+_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.BadTxnError)
 _BAD = (GetOutcome.MISMATCH, GetOutcome.CORRUPT, GetOutcome.FAILED)
 
 
@@ -92,7 +94,7 @@ class LmdbStore:
         self._errors: Counter[str] = Counter()
         self._touches: dict[bytes, int] = {}
         self._spaces: dict[bytes, Space] = {}
-        self._session = _Session()
+        self._session = _Session(self._note_damage)
         self._write_lock = threading.Lock()
         self._stop = threading.Event()
         self._synced_txn = 0
@@ -230,6 +232,7 @@ class LmdbStore:
         self._stop.set()
         self._keeper.join()
         self._helper.shutdown()
+        self._putter.close()
         synced = False
         try:
             with translated():
@@ -298,28 +301,25 @@ class LmdbStore:
     def _put_chunk(
         self, records: Sequence[PageRecord], chunk: Sequence[int], held: set[bytes], refused: set[bytes]
     ) -> dict[int, PutOutcome]:
-        """Put one chunk; what is not in the result has no room. Checksums are computed before the lock is taken."""
-        with self._index.read() as txn:
-            present = [at for at in chunk if txn.get(records[at].ref.key) is not None]
-        self._touch([records[at].ref for at in present])
-        outcomes = dict.fromkeys(present, PutOutcome.PRESENT)
+        """Put one chunk; what is not in the result has no room."""
         pending: list[Pending] = []
         for at in chunk:
             ref, payload = records[at]
             if ref.parent_key in refused:
                 refused.add(ref.key)
-            elif at not in outcomes:
-                header = pad(seal(frame(ref, payload.nbytes), payload))
-                blocks = slot_blocks(len(header), payload.nbytes)
-                pending.append(Pending(at, ref, self._spaces[ref.namespace], blocks, header, payload))
+                continue
+            framed = frame(ref, payload.nbytes)
+            blocks = slot_blocks(padded_bytes(len(framed)), payload.nbytes)
+            pending.append(Pending(at, ref, self._spaces[ref.namespace], blocks, framed, payload))
         if not pending:
-            return outcomes
+            return {}
         with self._write_lock:
             try:
-                return outcomes | self._putter.put(pending, held, self._take_touches())
+                return self._putter.put(pending, held, self._take_touches())
             except (OSError, lmdb.Error) as error:
+                self._note_damage(error)
                 _log.warning("could not write to %s: %s", self._folder.path, error)
-                return outcomes | dict.fromkeys((record.at for record in pending), PutOutcome.FAILED)
+                return dict.fromkeys((record.at for record in pending), PutOutcome.FAILED)
 
     def _touch(self, refs: Sequence[PageRef]) -> None:
         """Note the use of the deepest pages; recency passes up to parents when children are evicted."""
@@ -367,8 +367,11 @@ class LmdbStore:
 
     def _keep(self) -> None:
         """Once a second: enter recency, sync, forget readers that died, see what other processes added."""
+        born = time.monotonic()
         while not self._stop.wait(_KEEP_INTERVAL_S):
             try:
+                if time.monotonic() - born > _EARLY_DEATH_S:
+                    self._folder.outlive()
                 if self._sync_mode == "none":
                     self._flush_touches()
                 else:
@@ -376,8 +379,16 @@ class LmdbStore:
                 self._index.env.reader_check()
                 self._putter.overhead_bytes = self._folder.overhead_bytes()
             except (OSError, lmdb.Error) as error:
+                self._note_damage(error)
                 self._count_error("sync")
                 _log.warning("could not sync %s: %s", self._folder.path, error)
+
+    def _note_damage(self, error: BaseException) -> None:
+        """Have the index built anew at the next start if LMDB found it damaged."""
+        if isinstance(error, _DAMAGE):
+            self._count_error("index")
+            with contextlib.suppress(OSError):
+                self._folder.suspect(f"{type(error).__name__}: {error}")
 
     def _count_error(self, kind: str) -> None:
         self._errors[kind] += 1
@@ -402,7 +413,8 @@ def translated() -> Iterator[None]:
 class _Session:
     """Lets calls in while the store is open, and `end` wait for those inside. Translates their errors."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_error: Callable[[BaseException], None]) -> None:
+        self._note_error = note_error
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._inside = 0
@@ -422,6 +434,7 @@ class _Session:
             if self._ended:
                 self._changed.notify_all()
         if isinstance(error, (OSError, lmdb.Error)):
+            self._note_error(error)
             raise StoreError(f"{type(error).__name__}: {error}") from error
 
     def end(self) -> bool:

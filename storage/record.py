@@ -27,12 +27,13 @@ from storage.base import PageRef
 __all__ = [
     "BLOCK_BYTES",
     "RECORD_VERSION",
+    "SUMS_BYTES",
     "Header",
     "checksum",
     "decode_header",
     "frame",
     "header_bytes",
-    "pad",
+    "padded_bytes",
     "seal",
     "sums_fit",
 ]
@@ -43,6 +44,7 @@ BLOCK_BYTES = 4096
 _MAGIC = b"HKVP"
 _FIXED = struct.Struct("<4sHHII")
 _SUMS = struct.Struct("<QQ")
+SUMS_BYTES = _SUMS.size
 _MAX_PAYLOAD_BYTES = 2**32 - 1
 
 checksum = xxhash.xxh3_64_intdigest
@@ -66,7 +68,7 @@ def header_bytes(key_bytes: int, token_bytes: int) -> int:
 
 def padded_bytes(framed_bytes: int) -> int:
     """Bytes of a header whose frame has `framed_bytes`."""
-    return -(-(framed_bytes + _SUMS.size) // BLOCK_BYTES) * BLOCK_BYTES
+    return -(-(framed_bytes + SUMS_BYTES) // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def frame(ref: PageRef, payload_bytes: int) -> bytes:
@@ -86,11 +88,6 @@ def seal(framed: bytes, payload: memoryview) -> bytes:
     return framed + _SUMS.pack(header_sum, checksum(payload, header_sum))
 
 
-def pad(sealed: bytes) -> bytes:
-    """Fill a sealed header with zeros up to the payload."""
-    return sealed.ljust(-(-len(sealed) // BLOCK_BYTES) * BLOCK_BYTES, b"\0")
-
-
 def sums_fit(header: bytes | bytearray | memoryview, at: int, framed: bytes, payload: memoryview) -> bool:
     """Tell whether the sums at offset `at` of a header fit its frame and its payload."""
     header_sum, payload_sum = _SUMS.unpack_from(header, at)
@@ -107,7 +104,7 @@ def decode_header(data: bytes | memoryview) -> Header | None:
         return None
     magic, version, key_bytes, token_bytes, payload_bytes = _FIXED.unpack_from(data)
     end = _FIXED.size + 3 * key_bytes + token_bytes
-    if magic != _MAGIC or len(data) < end + _SUMS.size:
+    if magic != _MAGIC or len(data) < end + SUMS_BYTES:
         return None
     header_sum, payload_sum = _SUMS.unpack_from(data, end)
     if header_sum != checksum(data[:end]):

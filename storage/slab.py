@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple
 
 from storage.location import punch_hole
-from storage.record import BLOCK_BYTES
+from storage.record import BLOCK_BYTES, SUMS_BYTES, padded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["SlabFiles", "SlotWrite", "slot_blocks"]
 
-_MAX_RUN_RECORDS = 64  # two buffers a record, well below IOV_MAX
+_MAX_RUN_RECORDS = 256  # three buffers a record, below IOV_MAX
+_ZEROS = memoryview(bytes(BLOCK_BYTES))
 
 
 class SlotWrite(NamedTuple):
-    """A record on its way to a slot: its padded header and its payload."""
+    """A record on its way to a slot: its header without padding, and its payload."""
 
     slot: int
-    header: bytes
+    sealed: bytes
     payload: memoryview
 
 
@@ -71,10 +72,13 @@ class SlabFiles:
             end = at + 1
             while end < len(writes) and end - at < _MAX_RUN_RECORDS and _adjoin(writes[end - 1], writes[end], size):
                 end += 1
-            run = writes[at:end]
-            buffers: list[bytes | memoryview] = [part for write in run for part in (write.header, write.payload)]
-            wanted = sum(len(write.header) + write.payload.nbytes for write in run)
-            _write_all(fd, buffers, run[0].slot * size, wanted)
+            buffers: list[bytes | memoryview] = []
+            wanted = 0
+            for write in writes[at:end]:
+                gap = padded_bytes(len(write.sealed) - SUMS_BYTES) - len(write.sealed)
+                buffers += (write.sealed, _ZEROS[:gap], write.payload)
+                wanted += len(write.sealed) + gap + write.payload.nbytes
+            _write_all(fd, buffers, writes[at].slot * size, wanted)
             at = end
         self._unsynced.add(blocks)  # after the bytes: a sync between would otherwise miss them
 
@@ -110,7 +114,7 @@ class SlabFiles:
 
 def _adjoin(left: SlotWrite, right: SlotWrite, size: int) -> bool:
     """Tell whether `left` fills its slot and `right` lies in the next."""
-    return right.slot == left.slot + 1 and len(left.header) + left.payload.nbytes == size
+    return right.slot == left.slot + 1 and left.payload.nbytes + padded_bytes(len(left.sealed) - SUMS_BYTES) == size
 
 
 def _write_all(fd: int, buffers: Sequence[bytes | memoryview], offset: int, wanted: int) -> None:
