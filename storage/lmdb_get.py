@@ -13,7 +13,7 @@ from storage.lmdb_index import slot_fields
 from storage.record import BLOCK_BYTES, RECORD_VERSION, decode_header, frame, padded_bytes, sums_fit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from storage.base import Medium, PageRef
     from storage.lmdb_index import Index
@@ -31,17 +31,33 @@ class Doomed(NamedTuple):
     seq: int
 
 
-class _Target(NamedTuple):
-    """A page that is in the index with the right lengths. at: its place in the batch. framed: its header's beginning."""
+class _Run:
+    """Neighbouring slots to be read in one call, and what must be found in them."""
 
-    at: int
-    ref: PageRef
-    payload: memoryview
-    seq: int
-    blocks: int
-    slot: int
-    framed: bytes
-    header: bytearray
+    __slots__ = ("blocks", "buffers", "following", "full", "members", "slot")
+
+    def __init__(self, blocks: int, slot: int) -> None:
+        self.blocks = blocks
+        self.slot = self.following = slot
+        self.full = slot + max(1, _RUN_BYTES // (blocks * BLOCK_BYTES))
+        self.buffers: list[bytearray | memoryview] = []
+        self.members: list[tuple[int, PageRef, memoryview, int, bytes, bytearray]] = []
+
+    def takes(self, blocks: int, slot: int) -> bool:
+        """Tell whether a slot comes next and there is room for it."""
+        return slot == self.following and blocks == self.blocks and slot < self.full
+
+    def add(self, at: int, ref: PageRef, payload: memoryview, seq: int, payload_bytes: int) -> None:
+        framed = frame(ref, payload_bytes)
+        header_size = padded_bytes(len(framed))
+        header = bytearray(header_size)
+        buffers = self.buffers
+        buffers.append(header)
+        buffers.append(payload)
+        if gap := self.blocks * BLOCK_BYTES - header_size - payload_bytes:
+            buffers.append(bytearray(gap))
+        self.members.append((at, ref, payload, seq, framed, header))
+        self.following += 1
 
 
 class PageGetter:
@@ -58,7 +74,7 @@ class PageGetter:
             found = [txn.get(ref.key) for ref in refs]
         outcomes = [GetOutcome.ABSENT] * len(refs)
         suspects: list[Doomed] = []
-        targets: list[_Target] = []
+        run: _Run | None = None
         for at, (ref, payload, raw) in enumerate(zip(refs, into, found, strict=True)):
             if raw is None:
                 continue
@@ -67,14 +83,13 @@ class PageGetter:
                 outcomes[at] = GetOutcome.MISMATCH
                 suspects.append(Doomed(ref.key, seq))
                 continue
-            framed = frame(ref, payload_bytes)
-            header = bytearray(padded_bytes(len(framed)))
-            targets.append(_Target(at, ref, payload, seq, blocks, slot, framed, header))
-        for run in _runs(targets):
-            for target, outcome in zip(run, self._read_run(run), strict=True):
-                outcomes[target.at] = outcome
-                if outcome is GetOutcome.CORRUPT or outcome is GetOutcome.MISMATCH:
-                    suspects.append(Doomed(target.ref.key, target.seq))
+            if run is None or not run.takes(blocks, slot):
+                if run is not None:
+                    self._read_run(run, outcomes, suspects)
+                run = _Run(blocks, slot)
+            run.add(at, ref, payload, seq, payload_bytes)
+        if run is not None:
+            self._read_run(run, outcomes, suspects)
         return outcomes, suspects
 
     def has_changed(self, suspect: Doomed) -> bool:
@@ -85,45 +100,24 @@ class PageGetter:
 
     # helpers
 
-    def _read_run(self, run: Sequence[_Target]) -> list[GetOutcome]:
-        """Read neighbouring slots in one call and verify each."""
-        size = run[0].blocks * BLOCK_BYTES
-        buffers: list[bytearray | memoryview] = []
-        for target in run:
-            buffers += (target.header, target.payload)
-            if gap := size - len(target.header) - target.payload.nbytes:
-                buffers.append(bytearray(gap))
+    def _read_run(self, run: _Run, outcomes: list[GetOutcome], suspects: list[Doomed]) -> None:
+        """Read neighbouring slots in one call, verify each, and enter what became of it."""
+        size = run.blocks * BLOCK_BYTES
         try:
-            got = self._slabs.read(run[0].blocks, run[0].slot, buffers)
+            got = self._slabs.read(run.blocks, run.slot, run.buffers)
         except OSError:
-            return [GetOutcome.FAILED] * len(run)
-        return [self._verify(target, got - at * size) for at, target in enumerate(run)]
-
-    def _verify(self, target: _Target, got: int) -> GetOutcome:
-        """Compare a record of which `got` bytes, or more, were read."""
-        _, ref, payload, _, _, _, framed, header = target
-        wanted = len(header) + payload.nbytes
-        if self._medium is not None:
-            got = self._medium.after_read(payload, min(got, wanted))
-        if got >= wanted and header.startswith(framed) and sums_fit(header, len(framed), framed, payload):
-            return GetOutcome.HIT
-        return _classify(ref, bytes(header) if got >= len(header) else b"", payload.nbytes)
-
-
-def _runs(targets: Sequence[_Target]) -> Iterator[Sequence[_Target]]:
-    """Split targets into runs of neighbouring slots, of _RUN_BYTES or of one record."""
-    start = 0
-    while start < len(targets):
-        first = targets[start]
-        most = start + max(1, _RUN_BYTES // (first.blocks * BLOCK_BYTES))
-        end = start + 1
-        while end < len(targets) and end < most:
-            target = targets[end]
-            if target.blocks != first.blocks or target.slot != first.slot + end - start:
-                break
-            end += 1
-        yield targets[start:end]
-        start = end
+            for member in run.members:
+                outcomes[member[0]] = GetOutcome.FAILED
+            return
+        for at, ref, payload, seq, framed, header in run.members:
+            wanted = len(header) + payload.nbytes
+            believed = got if self._medium is None else self._medium.after_read(payload, min(got, wanted))
+            got -= size
+            if believed >= wanted and header.startswith(framed) and sums_fit(header, len(framed), framed, payload):
+                outcomes[at] = GetOutcome.HIT
+                continue
+            outcomes[at] = _classify(ref, bytes(header) if believed >= len(header) else b"", payload.nbytes)
+            suspects.append(Doomed(ref.key, seq))
 
 
 def _classify(ref: PageRef, data: bytes, payload_bytes: int) -> GetOutcome:
