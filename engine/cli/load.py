@@ -125,6 +125,6 @@ async def _ask(http: httpx.AsyncClient, client: int, number: int, prompt: list[i
         output_tokens=meta["completion_tokens"],
         ttft_s=first - start,
         latency_s=time.perf_counter() - start,
-        cached=(split["device"], split["host"], split["disk"]),
+        cached=(split["device"], split["host"], split["storage"]),
         output_ids=answer["output_ids"],
     )
