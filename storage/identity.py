@@ -6,20 +6,19 @@ all pages are lost). `STATE` is rewritten at open and close.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import xxhash
 
 from storage.errors import StoreFormatError
+from storage.location import sync_folder
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["FORMAT_VERSION", "Identity", "State", "load_identity", "load_state", "save_state", "write_atomically"]
+__all__ = ["FORMAT_VERSION", "Identity", "State", "boot_id", "load_identity", "load_state", "save_state", "write_atomically"]
 
 FORMAT_VERSION = 1
 
@@ -39,15 +38,23 @@ class Identity:
 class State:
     """How the store was last left.
 
-    clean: the last process to use it closed it. deaths: lives in a row that ended early and unclean.
+    clean: the last process to use it closed it. boot: of the machine, see `boot_id`. synced: commits of the index are durable.
+    deaths: lives in a row that ended early and unclean.
     suspect: what LMDB said when it met damage; empty if it met none.
     """
 
     clean: bool
+    boot: str
+    synced: bool
     capacity_bytes: int
     index_bytes: int
     deaths: int = 0
     suspect: str = ""
+
+
+def boot_id() -> str:
+    """Name this boot of the machine: what was not synced before another boot may be lost."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -60,11 +67,7 @@ def write_atomically(path: Path, text: str) -> None:
     finally:
         os.close(fd)
     os.replace(scratch, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
 
 
 def load_identity(folder: Path) -> Identity:
@@ -89,10 +92,12 @@ def load_identity(folder: Path) -> Identity:
 def load_state(folder: Path) -> State | None:
     """Read how the store was left; None for a new store or a damaged file."""
     fields = _unseal(_read(folder / _STATE))
-    if fields is None:
+    if fields is None or set(fields) != {field.name for field in dataclasses.fields(State)}:
         return None
     return State(
         clean=bool(fields["clean"]),
+        boot=str(fields["boot"]),
+        synced=bool(fields["synced"]),
         capacity_bytes=int(fields["capacity_bytes"]),
         index_bytes=int(fields["index_bytes"]),
         deaths=int(fields["deaths"]),

@@ -16,7 +16,7 @@ import xxhash
 
 from storage.base import NamespaceInfo
 from storage.errors import StoreLocationError, StoreUnavailable
-from storage.identity import State, load_identity, load_state, save_state
+from storage.identity import State, boot_id, load_identity, load_state, save_state
 from storage.location import lock_exclusive, lock_shared, prepare_folder, reserve, wait_exclusive
 
 if TYPE_CHECKING:
@@ -73,9 +73,15 @@ class StoreFolder:
     sole: no other process had the store open. fresh_index: the index is new while slab files may hold records.
     """
 
-    def __init__(self, folder: Path, capacity_bytes: int, on_damage: OnDamage = "set_aside") -> None:
-        """Enter the folder. Raises StoreError; StoreDamaged if the index is damaged and that is to be refused."""
+    def __init__(
+        self, folder: Path, capacity_bytes: int, on_damage: OnDamage = "set_aside", *, synced_index: bool = False
+    ) -> None:
+        """Enter the folder. `synced_index`: commits of the index will be durable.
+
+        Raises StoreError; StoreDamaged if the index is damaged and that is to be refused.
+        """
         self._on_damage = on_damage
+        self._synced = synced_index
         self._suspect = ""
         self._deaths = 0
         prepare_folder(folder)
@@ -148,12 +154,25 @@ class StoreFolder:
         if self._lock_fd < 0:
             return
         try:
-            if clean and not self._suspect and lock_exclusive(self._lock_fd):
-                save_state(self.path, self._state(clean=True))
+            if clean and not self._suspect:
+                self._leave_clean()
         finally:
             self._unclaim()
 
     # helpers
+
+    def _leave_clean(self) -> None:
+        """Note a clean end if no other process is there, and none is just coming."""
+        opening = self._open_file("OPENING")
+        try:
+            wait_exclusive(opening)
+            if lock_exclusive(self._lock_fd):
+                save_state(self.path, self._state(clean=True))
+        finally:
+            os.close(opening)
+
+    def _open_file(self, name: str) -> int:
+        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def _claim(self) -> None:
         stat = self.path.stat()
@@ -174,8 +193,8 @@ class StoreFolder:
     def _enter(self, capacity_bytes: int) -> None:
         """Take the locks. Who comes first alone looks the index over; who comes later trusts and adapts to the first."""
         try:
-            opening = os.open(self.path / "OPENING", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            self._lock_fd = os.open(self.path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            opening = self._open_file("OPENING")
+            self._lock_fd = self._open_file("LOCK")
         except OSError as error:
             raise StoreLocationError(f"{self.path} can't hold a store: {error.strerror}") from error
         try:
@@ -216,11 +235,13 @@ class StoreFolder:
             return ""
         if left.suspect:
             return left.suspect
+        if not (left.clean or left.synced or left.boot == boot_id()):
+            return "the machine went down while it was in use"
         return f"{self._deaths} early deaths in a row" if self._deaths >= _MAX_DEATHS else ""
 
     def _state(self, *, clean: bool) -> State:
         deaths = 0 if clean else self._deaths
-        return State(clean, self.capacity_bytes, self.index_bytes, deaths, self._suspect)
+        return State(clean, boot_id(), self._synced, self.capacity_bytes, self.index_bytes, deaths, self._suspect)
 
     def _lock_file(self) -> Path:
         return self.path / f"{_INDEX}-lock"

@@ -147,9 +147,12 @@ class PagePutter:
             writer.flush()
 
     def cut_tails(self) -> None:
-        """Shorten slab files that end in holes."""
+        """Shorten slab files that end in holes, and punch the others again: a writer that died may have filled some."""
         with self._index.env.begin(write=True) as txn:
             writer = IndexWriter(self._index, txn)
+            for blocks, hole, slot in self._index.free_slots(txn):
+                if hole:
+                    self._slabs.wipe(blocks, slot)
             for blocks in list(writer.slabs):
                 self._slabs.trim(blocks, writer.cut_tail(blocks))
             writer.flush()

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 import lmdb
 
 from storage.base import GetOutcome, NamespaceStats, PutOutcome, StoreStats
-from storage.errors import StoreError, StoreForkError, StoreUnavailable
 from storage.lmdb_clear import clear_older, clear_pages
 from storage.lmdb_folder import MIN_CAPACITY_BYTES, StoreFolder
 from storage.lmdb_get import Doomed, PageGetter
@@ -38,6 +37,7 @@ from storage.lmdb_index import Index, IndexWriter
 from storage.lmdb_put import Limits, PagePutter, Pending
 from storage.rebuild import rebuild_index
 from storage.record import frame, padded_bytes
+from storage.session import Session, translated
 from storage.slab import SlabFiles, slot_blocks
 from storage.verify import audit_store, verify_store
 
@@ -94,11 +94,11 @@ class LmdbStore:
         self._errors: Counter[str] = Counter()
         self._touches: dict[bytes, int] = {}
         self._spaces: dict[bytes, Space] = {}
-        self._session = _Session(self._note_damage)
+        self._session = Session(self._note_damage)
         self._write_lock = threading.Lock()
         self._stop = threading.Event()
         self._synced_txn = 0
-        self._folder = StoreFolder(folder, capacity_bytes, on_damage)
+        self._folder = StoreFolder(folder, capacity_bytes, on_damage, synced_index=sync == "always")
         try:
             with translated():
                 self._open(self._limits(free_floor_bytes, quotas), medium)
@@ -399,51 +399,3 @@ def share_of(index: Index, txn: lmdb.Transaction, space: Space) -> NamespaceStat
     count = index.space_count(txn, space.number)
     oldest_ns, newest_ns = index.leaf_span_ns(txn, space.number)
     return NamespaceStats(space.info, count.pages, count.tokens, count.bytes, oldest_ns / 1e9, newest_ns / 1e9)
-
-
-@contextlib.contextmanager
-def translated() -> Iterator[None]:
-    """Raise StoreError for what LMDB and the file system raise."""
-    try:
-        yield
-    except (OSError, lmdb.Error) as error:
-        raise StoreError(f"{type(error).__name__}: {error}") from error
-
-
-class _Session:
-    """Lets calls in while the store is open, and `end` wait for those inside. Translates their errors."""
-
-    def __init__(self, note_error: Callable[[BaseException], None]) -> None:
-        self._note_error = note_error
-        self._pid = os.getpid()
-        self._changed = threading.Condition()
-        self._inside = 0
-        self._ended = False
-
-    def __enter__(self) -> None:
-        if os.getpid() != self._pid:
-            raise StoreForkError("the store was opened before fork; open it anew in the child")
-        with self._changed:
-            if self._ended:
-                raise StoreUnavailable("the store is closed")
-            self._inside += 1
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        with self._changed:
-            self._inside -= 1
-            if self._ended:
-                self._changed.notify_all()
-        if isinstance(error, (OSError, lmdb.Error)):
-            self._note_error(error)
-            raise StoreError(f"{type(error).__name__}: {error}") from error
-
-    def end(self) -> bool:
-        """Let nobody in any more and wait until all are out; False if ended before, or in a forked child."""
-        if os.getpid() != self._pid:
-            return False
-        with self._changed:
-            if self._ended:
-                return False
-            self._ended = True
-            self._changed.wait_for(lambda: not self._inside)
-            return True

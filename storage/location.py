@@ -10,7 +10,16 @@ from pathlib import Path
 
 from storage.errors import StoreFull, StoreLocationError
 
-__all__ = ["file_system_type", "lock_exclusive", "lock_shared", "prepare_folder", "punch_hole", "reserve", "wait_exclusive"]
+__all__ = [
+    "file_system_type",
+    "lock_exclusive",
+    "lock_shared",
+    "prepare_folder",
+    "punch_hole",
+    "reserve",
+    "sync_folder",
+    "wait_exclusive",
+]
 
 _NETWORK = {
     "nfs",
@@ -79,6 +88,15 @@ def punch_hole(fd: int, offset: int, size: int) -> None:
     if _libc.fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, size):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def reserve(path: Path, size: int) -> None:

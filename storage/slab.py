@@ -10,7 +10,7 @@ import os
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from storage.location import punch_hole
+from storage.location import punch_hole, sync_folder
 from storage.record import BLOCK_BYTES, SUMS_BYTES, padded_bytes
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class SlabFiles:
                 fd = self._fds.get(blocks)
                 if fd is None:
                     fd = os.open(self.path(blocks), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                    sync_folder(self.folder)
                     self._fds[blocks] = fd
         return fd
 

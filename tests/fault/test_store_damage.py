@@ -6,11 +6,13 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from storage.errors import StoreFormatError
+from storage.identity import load_state, save_state
 from storage.maintenance import check, clear, compact, scrub, stat
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -135,6 +137,30 @@ def test_a_destroyed_index_is_set_aside_and_built_anew(folder: Path, caplog: pyt
     assert "set aside" in caplog.text
     assert dict(stat(folder).namespaces[0].info.labels) == {"model": "test"}
     assert check(folder, no_progress).sound
+
+
+def test_after_a_power_cut_the_index_is_not_trusted(folder: Path) -> None:
+    state = load_state(folder)
+    assert state is not None
+    save_state(folder, replace(state, clean=False))
+    assert read_all(folder) == {"hit": CHAINS * 4}
+    assert not list(folder.glob("index.damaged-*"))
+    save_state(folder, replace(state, clean=False, boot="another boot"))
+    assert read_all(folder) == {"hit": CHAINS * 4}
+    assert len(list(folder.glob("index.damaged-*"))) == 1
+    assert check(folder, no_progress).sound
+
+
+def test_what_lmdb_met_is_remembered_until_the_next_start(folder: Path) -> None:
+    state = load_state(folder)
+    assert state is not None
+    for left in (replace(state, clean=False, suspect="CorruptedError"), replace(state, clean=False, deaths=2)):
+        save_state(folder, left)
+        assert read_all(folder) == {"hit": CHAINS * 4}
+        (aside,) = folder.glob("index.damaged-*")
+        aside.unlink()
+    assert read_all(folder) == {"hit": CHAINS * 4}
+    assert not list(folder.glob("index.damaged-*"))
 
 
 def test_one_damaged_identity_is_repaired_and_two_are_refused(folder: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from storage.base import PageRecord, PageRef, PutOutcome
 from storage.maintenance import check
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -111,6 +112,48 @@ def test_the_cap_holds_on_disk_at_every_moment_of_a_churn(tmp_path: Path) -> Non
     assert stats.errors == {}
     store.close()
     assert check(folder, no_progress).sound
+
+
+def tiny_pages(count: int) -> list[PageRecord]:
+    """One conversation of pages of one byte."""
+    refs, parent = [], load.NAMESPACE
+    for at in range(count):
+        key = b"tiny" + at.to_bytes(12, "little")
+        refs.append(PageRef(key, parent, load.NAMESPACE, key))
+        parent = key
+    return [PageRecord(ref, memoryview(b"x")) for ref in refs]
+
+
+def test_a_store_of_tiny_pages_is_full_when_its_index_is(tmp_path: Path) -> None:
+    store = load.open_store(tmp_path / "store", capacity=256 << 20)
+    records = tiny_pages(12_000)
+    for at in range(0, 12_000, 500):
+        batch = [record._replace(ref=record.ref._replace(parent_key=load.NAMESPACE)) for record in records[at : at + 500]]
+        assert set(store.put_many(batch)) == {PutOutcome.STORED}
+    stats = store.stats()
+    assert 5000 < stats.pages < 12_000
+    assert stats.errors == {}
+    store.close()
+
+
+def test_a_full_map_is_counted_and_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.lmdb_put._INDEX_BYTES_A_PAGE", 1)  # as if entries took no room in the index
+    store = load.open_store(tmp_path / "store", capacity=256 << 20)
+    outcomes: Counter[PutOutcome] = Counter()
+    records = tiny_pages(20_000)
+    at = 0
+    while not outcomes[PutOutcome.NO_ROOM]:
+        outcomes.update(store.put_many(records[at : at + 500]))
+        at += 500
+    assert outcomes[PutOutcome.STORED] > 5000
+    assert outcomes.keys() == {PutOutcome.STORED, PutOutcome.NO_ROOM}
+    assert store.stats().errors["map_full"] > 0
+    kept = [record.ref.key for record in records[:5000]]
+    assert store.count_prefix(kept) == 5000
+    assert store.clear() == outcomes[PutOutcome.STORED]
+    assert load.write(store, load.chain(1, 5)) == {"stored": 5}
+    store.close()
+    assert check(tmp_path / "store", no_progress).sound
 
 
 def test_a_smaller_capacity_shrinks_the_store_at_open(tmp_path: Path) -> None:
