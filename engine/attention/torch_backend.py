@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from engine.attention.dense import dense_attention
+from engine.attention.gather import Gatherer, bits, layer_pages
 from engine.attention.torch_plan import fresh_tails, plan_segments, plan_writes
 
 if TYPE_CHECKING:
@@ -22,17 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["TorchBackend"]
 
 
-class _LayerPages(NamedTuple):
-    """K (num_pages, page_size, kv_heads, k_dim) and V (…, v_dim) of a page layer: strided views of the pool."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-
-
 class TorchBackend:
     """Gathers the pages of a sequence into a workspace and attends there.
 
-    Gathering costs a copy a layer, about a fifth of a decode step's attention at 4,000 tokens, and buys torch's own fused
+    Gathering costs a copy a layer, about a third of a decode step's attention at 4,000 tokens, and buys torch's own fused
     kernel on one flat run of keys. Grouped queries never repeat keys: at decode the group is the query axis, and in a prompt
     keys are expanded with stride 0.
 
@@ -49,10 +42,9 @@ class TorchBackend:
         self._page_size = geometry.page_size
         self._dtype = dtype
         self._kv_dtype: torch.dtype = getattr(torch, geometry.dtype)
-        self._pages = _layer_views(pool, geometry, self._kv_dtype)
+        self._pages = layer_pages(pool, geometry, self._kv_dtype)
         self._windows = {layer.window for layer in layers}
-        self._gathered = _Workspace(self._kv_dtype, pool.device)
-        self._converted = _Workspace(dtype, pool.device)
+        self._gatherer = Gatherer(self._pages, self._kv_dtype, dtype)
         self._writes: WriteIndex | None = None
         self._segments: dict[int | None, Segments] = {}
 
@@ -65,6 +57,7 @@ class TorchBackend:
         fresh = fresh_tails(batch, self._page_size, device)
         if fresh is not None:
             self._pool.index_fill_(0, fresh, 0)
+        self._gatherer.forget()
         self._writes = plan_writes(batch, self._page_size, device)
         self._segments = {
             window: plan_segments(batch, self._page_size, window, device, self._dtype) for window in self._windows
@@ -75,118 +68,55 @@ class TorchBackend:
 
         Returns (T, q_heads, v_dim) in q's dtype.
         """
-        pages = self._pages[layer.pages_of]
-        k, v = self._rounded(call.k), self._rounded(call.v)
+        k, v = call.k.to(self._kv_dtype), call.v.to(self._kv_dtype)
         if layer.writes:
-            self._write(pages, k, v)
+            self._write(layer.pages_of, k, v)
         segments = self._segments[layer.window]
         if len(segments.decodes) == 1 and segments.decodes[0].rows is None:
-            return self._attend_decodes(layer, call, pages, segments.decodes[0])
+            return self._attend_decodes(layer, call, segments.decodes[0])
         out = call.q.new_empty(call.q.shape[0], layer.q_heads, layer.v_dim)
         for segment in segments.prompts:
             rows = slice(segment.begin, segment.end)
-            out[rows] = self._attend_prompt(layer, call, pages, segment, k[rows], v[rows])
+            out[rows] = self._attend_prompt(layer, call, segment, k[rows], v[rows])
         for group in segments.decodes:
-            out[group.rows] = self._attend_decodes(layer, call, pages, group)
+            out[group.rows] = self._attend_decodes(layer, call, group)
         return out
 
-    def _write(self, pages: _LayerPages, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _write(self, page_layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store (T, kv_heads, ·) tensors of the KV dtype in the step's slots."""
         assert self._writes is not None, "attend before plan"
+        pages = self._pages[page_layer]
         at = (self._writes.pages, self._writes.offsets)
-        _bits(pages.k)[at] = _bits(k)
-        _bits(pages.v)[at] = _bits(v)
+        bits(pages.k)[at] = bits(k)
+        bits(pages.v)[at] = bits(v)
 
     def _attend_prompt(
-        self,
-        layer: LayerSpec,
-        call: LayerCall,
-        pages: _LayerPages,
-        segment: PromptSegment,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        self, layer: LayerSpec, call: LayerCall, segment: PromptSegment, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Attend for one sequence's rows; returns (rows, q_heads, v_dim)."""
+        """Attend for one sequence's rows, whose own keys and values are k and v; returns (rows, q_heads, v_dim)."""
         if segment.pages is None:
-            keys, values = k.to(self._dtype), v.to(self._dtype)
+            keys, values = k.to(self._dtype).transpose(0, 1), v.to(self._dtype).transpose(0, 1)
         else:
-            low, high = segment.keys
-            keys, values = (part[0, low:high] for part in self._gather(pages, segment.pages, 1))
-        q = (
-            call.q[segment.begin : segment.end]
-            .view(-1, layer.kv_heads, layer.q_heads // layer.kv_heads, layer.k_dim)
-            .permute(1, 2, 0, 3)
-        )
-        out = _attend_sequence(layer, q, keys.transpose(0, 1), values.transpose(0, 1), segment.mask, call.sinks)
+            gathered = self._gatherer.gather(layer.pages_of, segment.pages, 1, segment.keys)
+            keys, values = gathered.k[0], gathered.v[0]
+        q = _grouped_queries(layer, call.q[segment.begin : segment.end]).permute(1, 2, 0, 3)
+        out = _attend_sequence(layer, q, keys, values, segment.mask, call.sinks)
         return out.permute(2, 0, 1, 3).flatten(1, 2)
 
-    def _attend_decodes(self, layer: LayerSpec, call: LayerCall, pages: _LayerPages, group: DecodeGroup) -> torch.Tensor:
+    def _attend_decodes(self, layer: LayerSpec, call: LayerCall, group: DecodeGroup) -> torch.Tensor:
         """Attend for one row each of several sequences; returns (rows, q_heads, v_dim)."""
-        q = call.q if group.rows is None else call.q[group.rows]
-        q = q.view(-1, layer.kv_heads, layer.q_heads // layer.kv_heads, layer.k_dim)
-        low, high = group.keys
-        keys, values = (part[:, low:high].transpose(1, 2) for part in self._gather(pages, group.pages, group.sequences))
+        q = _grouped_queries(layer, call.q if group.rows is None else call.q[group.rows])
+        keys, values = self._gatherer.gather(layer.pages_of, group.pages, group.sequences, group.keys)
         if _is_fused(layer):
             out = F.scaled_dot_product_attention(q, keys, values, attn_mask=group.mask, scale=layer.scale)
         else:
             out = _dense_decodes(layer, q, keys, values, group.mask, call.sinks)
         return out.flatten(1, 2)
 
-    def _gather(self, pages: _LayerPages, index: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy pages of `count` sequences to the workspace: K and V as (count, tokens, kv_heads, ·) in the model's dtype.
 
-        Good until the next gather.
-        """
-        out = []
-        for name, source in (("k", pages.k), ("v", pages.v)):
-            shape = (len(index), *source.shape[1:])
-            target = self._gathered.take(name, shape)
-            torch.index_select(_bits(source), 0, index, out=_bits(target))
-            if self._dtype != self._kv_dtype:
-                target = self._converted.take(name, shape).copy_(target)
-            out.append(target.view(count, -1, *source.shape[2:]))
-        return out[0], out[1]
-
-    def _rounded(self, kv: torch.Tensor) -> torch.Tensor:
-        return kv.to(self._kv_dtype)
-
-
-class _Workspace:
-    """Two buffers, for K and for V, that grow to the largest step seen and are reused by every layer.
-
-    Fresh memory for each layer would cost page faults worth several times the copy.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._buffers = {name: torch.empty(0, dtype=dtype, device=device) for name in ("k", "v")}
-
-    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A buffer of `shape` with arbitrary content, good until the next take of the same name."""
-        size = math.prod(shape)
-        if self._buffers[name].numel() < size:
-            self._buffers[name] = self._buffers[name].new_empty(size + size // 4)
-        return self._buffers[name][:size].view(shape)
-
-
-def _layer_views(pool: torch.Tensor, geometry: PageGeometry, dtype: torch.dtype) -> list[_LayerPages]:
-    """Strided views of each layer's K and V in the pool."""
-    elements = pool.view(dtype)
-    num_pages, page_elements = elements.shape
-
-    def view(offset_bytes: int, heads: int, dim: int) -> torch.Tensor:
-        shape = (num_pages, geometry.page_size, heads, dim)
-        strides = (page_elements, heads * dim, dim, 1)
-        return elements.as_strided(shape, strides, elements.storage_offset() + offset_bytes // geometry.itemsize)
-
-    return [
-        _LayerPages(view(k_at, layer.kv_heads, layer.k_dim), view(v_at, layer.kv_heads, layer.v_dim))
-        for layer, (k_at, v_at) in zip(geometry.layers, geometry.offsets, strict=True)
-    ]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a type that every indexing kernel knows: 8-bit floats as bytes."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+def _grouped_queries(layer: LayerSpec, q: torch.Tensor) -> torch.Tensor:
+    """Queries (T, q_heads, k_dim) by the key head they read: (T, kv_heads, group, k_dim)."""
+    return q.view(-1, layer.kv_heads, layer.q_heads // layer.kv_heads, layer.k_dim)
 
 
 def _is_fused(layer: LayerSpec) -> bool:

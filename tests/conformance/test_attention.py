@@ -133,10 +133,13 @@ def test_output_is_that_of_dense_attention(make, variant, steps, page_size):
             torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "steps", [[[9, 5, 0], [6, 1, 3], [1, 1, 1]], [[3, 90, 0], [2, 2, 5], [1, 1, 1]]], ids=["even", "uneven"]
+)
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
-def test_queries_see_keys_as_rounded_to_the_kv_dtype_whether_new_or_cached(make, kv_dtype):
+def test_queries_see_keys_as_rounded_to_the_kv_dtype_whether_new_or_cached(make, kv_dtype, steps):
     rig = Rig(make, Variant(), 4, kv_dtype)
-    for lengths in [[9, 5, 0], [6, 1, 3], [1, 1, 1]]:
+    for lengths in steps:
         for got, expected in rig.step(lengths):
             torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=1e-5)
 
