@@ -45,25 +45,54 @@ class Mover:
 
     # ---- device → host → disk
 
-    def back_up(self, node: Node, first: int, ids: Ids, slots: Ids, *, coming: int = 0) -> None:
-        """Copy device pages of `node`, the first of them at index `first`, into host slots.
+    def back_up(self, node: Node, first: int, ids: Ids, slots: Ids) -> None:
+        """Copy device pages of `node`, the first of them at index `first`, into host slots; both copies stay."""
+        self._copy_down(node, first, ids, slots, lambda op: None)
 
-        coming: how many of them shall leave the device once they have landed (counted in `Tiers.coming_device` till then).
+    def demote(self, node: Node, ids: Ids, slots: Ids) -> None:
+        """Copy the last device pages of `node` into host slots, and give up their device copies once that has landed.
+
+        They go at that moment, so that nothing can take their new host copies first. Pages that came into use meanwhile stay.
         """
+        t = self._t
+
+        def landed(op: Operation) -> None:
+            t.coming_device -= len(ids)
+            if op.state is OpState.DONE:
+                self._leave_device(node, set(ids.tolist()))
+
+        t.coming_device += len(ids)
+        self._copy_down(node, node.device_len - len(ids), ids, slots, landed)
+
+    def _copy_down(self, node: Node, first: int, ids: Ids, slots: Ids, landed: Callable[[Operation], None]) -> None:
         t = self._t
         assert t.copier is not None
         refs = t.refs(node, first, len(ids)) if t.worker is not None and t.rules.stores_at_once else []
 
         def ended(op: Operation) -> None:
-            t.coming_device -= coming
             self._backed_up(ids, slots, refs, op)
+            landed(op)
 
         t.table.hold_device(ids)
         t.in_flight += 1
         t.copying += 1
-        t.coming_device += coming
         src = t.table.device_slots.take(ids)
         t.copier.submit(CopyOp(kind=OpKind.BACKUP, on_end=ended, ids=ids, src=src, dst=slots))
+
+    def _leave_device(self, node: Node, ids: set[int]) -> None:
+        """Drop the device copies of `ids` from the end of `node` up (a split may have moved some into its new upper half)."""
+        t = self._t
+        while node.parent is not None and not node.users and not node.device_children:
+            count = 0
+            while count < node.device_len and node.pages[node.device_len - 1 - count] in ids:
+                count += 1
+            if count == 0:
+                return
+            t.demote(node, count)
+            t.metrics.evicted_pages.labels("device").inc(count)
+            if node.device_len:
+                return
+            node = node.parent
 
     def _backed_up(self, ids: Ids, slots: Ids, refs: list[PageRef], op: Operation) -> None:
         t = self._t
@@ -119,6 +148,7 @@ class Mover:
         if kept < len(ids):
             t.metrics.dropped_pages.labels("not_stored").inc(len(ids) - kept)
         t.metrics.count_operation(op, kept, t.geometry.page_bytes)
+        t.forget_orphans(ids)
 
     # ---- host → device
 

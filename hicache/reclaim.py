@@ -131,8 +131,8 @@ class Reclaimer:
         count = min(count, self.host_room(count))
         if count == 0:
             return False
-        first = node.device_len - count
-        self._mover.back_up(node, first, as_ids(node.pages[first : node.device_len]), t.host.take(count), coming=count)
+        ids = as_ids(node.pages[node.device_len - count : node.device_len])
+        self._mover.demote(node, ids, t.host.take(count))
         return True
 
     def _drop_until(self, need: int) -> None:
@@ -156,11 +156,8 @@ class Reclaimer:
             t.forget(node, count)
 
     def _prunable(self, node: Node) -> bool:
-        """Whether all that hangs below the node's device part is unused and idle."""
-        busy = self._t.table.host_busy
-        if any(busy[page] for page in node.pages[node.device_len :]):
-            return False
-        return not any(child.users or any(busy[page] for page in child.pages) for child in self._below(node))
+        """Whether nobody uses what hangs below the node's device part (a load-back does, a write to the store does not)."""
+        return not any(child.users for child in self._below(node))
 
     def _prune(self, node: Node) -> None:
         """Forget all that hangs below the node's device part."""
@@ -197,16 +194,17 @@ class Reclaimer:
     def _drop_mirrors(self, need: int) -> None:
         """Give up host copies of pages that are on the device, youngest first: the old ones will be needed sooner."""
         t = self._t
+        lacking = need - t.host.free
         busy: list[int] = []
-        while t.host.free < need and t.mirrors and len(busy) < MOST_BUSY:
+        gone: list[int] = []
+        while len(gone) < lacking and t.mirrors and len(busy) < MOST_BUSY:
             page, _ = t.mirrors.popitem()
-            if t.table.host_busy[page]:
-                busy.append(page)
-                continue
-            t.leave_host(np.array([page], np.int32))
-            t.metrics.evicted_pages.labels("host").inc()
+            (busy if t.table.host_busy[page] else gone).append(page)
         for page in reversed(busy):
             t.mirrors[page] = None
+        if gone:
+            t.leave_host(np.array(gone, np.int32))
+            t.metrics.evicted_pages.labels("host").inc(len(gone))
 
     def _host_idle(self, node: Node) -> bool:
         return not self._t.table.host_busy[node.pages[-1]]

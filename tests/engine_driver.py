@@ -1,0 +1,85 @@
+"""Runs an EngineCore in the test's own process: real model, real cache, real store, no HTTP."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from engine.config import ServeConfig
+from engine.core import EngineCore
+from engine.messages import GenerateRequest, RequestFailed, SamplingParams, TokensOut
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["Driver"]
+
+STEPS = 20_000
+
+
+class Driver:
+    """An engine and what it has answered so far, by request id."""
+
+    def __init__(self, model: Path, **flags: Any) -> None:
+        values = {"model_path": str(model), "device": "cpu", "page_size": 4, "max_total_tokens": 512, **flags}
+        self.core = EngineCore(ServeConfig(**values))
+        self.tokens: dict[str, list[int]] = {}
+        self.last: dict[str, TokensOut] = {}
+        self.failed: dict[str, RequestFailed] = {}
+        self._ids = itertools.count()
+
+    def add(self, prompt: Sequence[int], tokens: int = 8, **fields: Any) -> str:
+        """Queue a greedy request; returns its id."""
+        rid = f"r{next(self._ids)}"
+        sampling = fields.pop("sampling", SamplingParams(max_new_tokens=tokens, temperature=0, ignore_eos=True))
+        refusal = self.core.add(GenerateRequest(rid, list(prompt), sampling, **fields))
+        self.tokens[rid] = []
+        if refusal is not None:
+            self.failed[rid] = refusal
+        return rid
+
+    def step(self) -> None:
+        """One step, or a wait for what is in flight."""
+        out = self.core.step()
+        if out is None:
+            self.core.cache.wait(0.01)
+        for message in out or ():
+            match message:
+                case TokensOut(rid=rid):
+                    self.tokens[rid] += message.token_ids
+                    self.last[rid] = message
+                case RequestFailed(rid=rid):
+                    self.failed[rid] = message
+
+    def run(self) -> None:
+        """Step until every request has ended."""
+        for _ in range(STEPS):
+            if self.core.idle:
+                return
+            self.step()
+        raise AssertionError("requests are stuck")
+
+    def settle(self) -> None:
+        """Wait until no operation is in flight."""
+        for _ in range(STEPS):
+            if not self.core.cache.in_flight:
+                return
+            self.core.cache.wait(0.1)
+            self.core.cache.poll()
+        raise AssertionError("operations are stuck")
+
+    def answer(self, prompt: Sequence[int], tokens: int = 8, **fields: Any) -> list[int]:
+        """Run one request to its end; returns its tokens."""
+        rid = self.add(prompt, tokens, **fields)
+        self.run()
+        assert rid not in self.failed, self.failed[rid]
+        return self.tokens[rid]
+
+    def stats(self) -> dict[str, Any]:
+        """The cache's counters."""
+        return self.core.cache.stats()
+
+    def close(self) -> None:
+        """Write down and release everything."""
+        self.core.close(10.0)
