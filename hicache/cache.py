@@ -117,6 +117,7 @@ class HiCache:
         lease = Lease(root=root, tokens=data, prompt_tokens=len(tokens), priority=priority)
         if self.config.reuse:
             match = self._match(lease)
+            match = match._replace(node=self._ends_at(match))  # what lies behind it was not used
             self._t.tree.touch(match.node, priority)
             lease.found = (match.device, match.pages - match.device, 0)
             self._prefetcher.begin(lease, match, self._limit_pages(lease))

@@ -27,7 +27,7 @@ class SlotPool:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._free = array("i", range(capacity - 1, -1, -1))
-        self._owned = np.zeros(capacity, np.int32)  # 0: free
+        self._owned = np.zeros(capacity, np.bool_)
 
     @property
     def free(self) -> int:
@@ -45,17 +45,19 @@ class SlotPool:
         assert at >= 0, f"{count} slots asked, {len(self._free)} free"
         slots = np.array(self._free[at:], np.int32)[::-1].copy()
         del self._free[at:]
-        self._owned[slots] = 1
+        self._owned[slots] = True
         return slots
 
     def give(self, slots: Slots) -> None:
         """Give owned slots back."""
-        order = np.arange(1, len(slots) + 1, dtype=np.int32)
-        assert self._owned[slots].all(), "a slot was freed twice"
-        self._owned[slots] = order
-        assert (self._owned[slots] == order).all(), "a slot was freed twice at once"
-        self._owned[slots] = 0
-        self._free.frombytes(np.ascontiguousarray(slots[::-1], np.int32).tobytes())
+        if not len(slots):
+            return
+        ids = slots.tolist()
+        assert self._owned.take(slots).all(), "a slot was freed twice"
+        assert len(set(ids)) == len(ids), "a slot was freed twice at once"
+        self._owned[slots] = False
+        ids.reverse()
+        self._free.fromlist(ids)
 
 
 class HostPool:
