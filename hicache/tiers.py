@@ -50,7 +50,7 @@ class Tiers:
 
     mirrors: pages on device and host whose host copy could go, oldest backup first (a dict for its order).
     namespaces: what a store shall know of each namespace that has pages, by root key.
-    storing: writes to the store in flight, oldest first.
+    storing: writes to the store in flight, oldest first. orphans: pages in them that have left the tree.
     in_flight: operations that have not been drained; copying: those of them between device and host. coming_device,
     coming_host: pages that copies in flight will make droppable from that tier.
     """
@@ -66,6 +66,7 @@ class Tiers:
     mirrors: dict[int, None] = field(default_factory=dict)
     namespaces: dict[bytes, NamespaceInfo] = field(default_factory=dict)
     storing: dict[Operation, None] = field(default_factory=dict)
+    orphans: set[int] = field(default_factory=set)
     in_flight: int = 0
     copying: int = 0
     coming_device: int = 0
@@ -174,14 +175,26 @@ class Tiers:
         self.leave_device(ids)
 
     def forget(self, node: Node, count: int) -> None:
-        """Drop every copy in memory of the last `count` pages of `node`, a leaf, and the pages themselves."""
+        """Drop every copy in memory of the last `count` pages of `node`, a leaf, and the pages themselves.
+
+        A host copy that is being written to the store is an orphan from now on: its slot is freed when that has ended.
+        """
         ids = as_ids(self.tree.truncate(node, count))
         table = self.table
-        on_device = ids[table.device_slots.take(ids) != NOWHERE]
-        on_host = ids[table.host_slots.take(ids) != NOWHERE]
-        self.leave_device(on_device)
-        self.leave_host(on_host)
-        table.release(ids.tolist())
+        self.leave_device(ids[table.device_slots.take(ids) != NOWHERE])
+        busy = table.host_busys.take(ids) != 0
+        self.orphans.update(ids[busy].tolist())
+        self._forget_rows(ids[~busy])
+
+    def forget_orphans(self, ids: Ids) -> None:
+        """Free those of these pages that were forgotten while they were written to the store, which has ended."""
+        gone = self.orphans.intersection(ids.tolist())
+        self.orphans -= gone
+        self._forget_rows(np.array(sorted(gone), np.int32))
+
+    def _forget_rows(self, ids: Ids) -> None:
+        self.leave_host(ids[self.table.host_slots.take(ids) != NOWHERE])
+        self.table.release(ids.tolist())
 
     @staticmethod
     def idle_tail(busy: array[int], pages: array[int], end: int, most: int) -> int:

@@ -56,7 +56,7 @@ def _tree(rig: Rig, clients: list[Client]) -> None:
     loads = sum(op.kind is OpKind.LOAD_BACK for op in rig.unsettled)
     assert extra == loads, "pins are neither a lease's, a prefetch's nor a load's"
     assert (tree.device_pages, tree.host_only_pages, tree.pinned_device_pages) == (device, host_only, pinned)
-    assert table.used == device + host_only
+    assert table.used == device + host_only + len(rig.cache._t.orphans)
     held = Counter(client.lease.root for client in clients)
     for root in tree.roots.values():
         assert root.users == held[root]
@@ -76,6 +76,8 @@ def _slots(rig: Rig, clients: list[Client]) -> None:
             path = t.tree.path_ids(lease.node)
             assert len(path) == lease.shared, "a lease's node is not where its shared pages end"
             assert (t.table.device_slots[path] == lease.slots[: lease.shared]).all()
+    assert not t.orphans & set(ids)
+    on_host += [t.table.host_slot[page] for page in t.orphans]
     for op in rig.unsettled:
         if isinstance(op, CopyOp):
             (on_host if op.kind is OpKind.BACKUP else on_device).extend(op.dst.tolist())
@@ -108,7 +110,8 @@ def _in_flight(rig: Rig) -> None:
     assert host_busy == _counts(t.table.host_busys)
     assert loading == set(np.flatnonzero(t.table.loading).tolist())
     in_tree = {page for node in t.tree.nodes() for page in node.pages}
-    assert set(device_busy) | set(host_busy) <= in_tree, "a page was forgotten while in flight"
+    assert set(device_busy) | set(host_busy) <= in_tree | t.orphans, "a page was forgotten while in flight"
+    assert t.orphans <= {page for op in rig.unsettled if isinstance(op, StoreOp) for page in op.ids.tolist()}
     assert t.in_flight == len(rig.unsettled)
     assert t.copying == sum(isinstance(op, CopyOp) for op in rig.unsettled)
     assert set(t.storing) == {op for op in rig.unsettled if isinstance(op, StoreOp)}

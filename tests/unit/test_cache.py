@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hicache.config import CacheConfig, PrefetchConfig
-from hicache.errors import CacheClosed
-from hicache.keys import Namespace
 from hicache.lease import LeaseState
 from hicache.transfer.operation import OpKind
 from storage.memory import MemoryStore
@@ -93,4 +89,23 @@ def test_persist_ends_when_nothing_more_can_be_done() -> None:
     rig.cache._t.host.give(held)
 
 
-__all__ = ["CacheClosed", "Namespace", "pytest", "value"]
+def test_a_store_that_hangs_keeps_no_device_page_from_a_running_request() -> None:
+    """Pages whose only host copy hangs in a write are let go of, when those above them must leave the device."""
+    rig = rig_of(MemoryStore(1 << 20), device_pages=6, host_pages=1)
+    first = active(rig, [1, 2, 3, 4])
+    assert rig.compute(first, 3)
+    rig.fail(only(rig, OpKind.BACKUP))
+    rig.poll()
+    assert rig.compute(first, 1)
+    rig.complete(only(rig, OpKind.BACKUP))
+    rig.poll()
+    assert only(rig, OpKind.STORE)
+    rig.cache.release(first.lease)
+    second = rig.open([7, 8, 9, 10, 11])
+    assert rig.cache.admit(second.lease, 0)
+    assert rig.compute(second, 5)
+    assert len(rig.cache._t.orphans) == 1
+    recount(rig, [second])
+    rig.cache.release(second.lease)
+    rig.settle()
+    recount(rig, [])
