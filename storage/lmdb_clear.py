@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from storage.lmdb_index import IndexWriter, decode_entry
+from storage.index_writer import IndexWriter
+from storage.lmdb_index import decode_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

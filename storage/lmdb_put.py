@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import lmdb
 
 from storage.base import PutOutcome
-from storage.lmdb_index import Entry, IndexWriter, SlabCount
-from storage.record import BLOCK_BYTES, seal
+from storage.index_writer import IndexWriter
+from storage.lmdb_index import Entry, SlabCount
+from storage.record import BLOCK_BYTES, frame, seal
 from storage.slab import SlotWrite
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ class Pending(NamedTuple):
     ref: PageRef
     space: Space
     blocks: int
-    framed: bytes
     payload: memoryview
 
 
@@ -98,30 +98,20 @@ class PagePutter:
         self.overhead_bytes = 0
         self.evicted_pages = 0
 
-    def put(self, pending: Sequence[Pending], held: Collection[bytes], touches: Mapping[bytes, int]) -> dict[int, PutOutcome]:
+    def put(
+        self, pending: Sequence[Pending], held: Callable[[], Collection[bytes]], touches: Mapping[bytes, int]
+    ) -> dict[int, PutOutcome]:
         """Write records of one tenant, as many of them as there is room for, in order.
 
         Returns STORED or PRESENT by `Pending.at`; for what is left out there is no room. `touches` (last uses by key) are
-        entered first. Raises OSError and lmdb.Error.
+        entered first. `held()`: keys that must not be evicted for them. Raises OSError and lmdb.Error.
         """
         todo, no_growth = list(pending), False
         for _ in range(_ROUNDS):
             if not todo or self._spare_bytes() < 0:
                 break
             try:
-                with self._index.env.begin(write=True) as txn:
-                    writer = IndexWriter(self._index, txn)
-                    for key, used_ns in touches.items():
-                        writer.touch(key, used_ns)
-                    room = self._room(writer, no_growth)
-                    fits = self._fitting(writer, txn, todo, room)
-                    outcomes = self._store(writer, todo, room) if fits == len(todo) else {}
-                    if not outcomes:
-                        self._evict(writer, txn, todo, held, room)
-                        todo = todo[: self._fitting(writer, txn, todo, room)]
-                    elif self._durable:
-                        self._slabs.sync()
-                    writer.flush()
+                todo, outcomes = self._round(todo, held, touches, no_growth)
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise
@@ -181,6 +171,30 @@ class PagePutter:
                 writer.flush()
 
     # helpers
+
+    def _round(
+        self,
+        todo: list[Pending],
+        held: Callable[[], Collection[bytes]],
+        touches: Mapping[bytes, int],
+        no_growth: bool,
+    ) -> tuple[list[Pending], dict[int, PutOutcome]]:
+        """Store all of `todo` in one transaction, or only evict for it; returns what is (still) to be stored, and outcomes."""
+        with self._index.env.begin(write=True) as txn:
+            writer = IndexWriter(self._index, txn)
+            for key, used_ns in touches.items():
+                writer.touch(key, used_ns)
+            room = self._room(writer, no_growth)
+            if self._fitting(writer, txn, todo, room) == len(todo):
+                outcomes = self._store(writer, todo, room)
+                if self._durable:
+                    self._slabs.sync()
+            else:
+                outcomes = {}
+                self._evict(writer, txn, todo, held(), room)
+                todo = todo[: self._fitting(writer, txn, todo, room)]
+            writer.flush()
+        return todo, outcomes
 
     def _spare_bytes(self) -> int:
         vfs = os.statvfs(self._slabs.folder)
@@ -278,7 +292,7 @@ class PagePutter:
         first = len(records) // 4
         for part in (slice(0, first), slice(first, None)):
             writes = [
-                SlotWrite(slot, seal(record.framed, record.payload), record.payload)
+                SlotWrite(slot, seal(frame(record.ref, record.payload.nbytes), record.payload), record.payload)
                 for slot, record in zip(slots[part], records[part], strict=True)
             ]
             for writing in begun:

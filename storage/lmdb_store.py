@@ -25,18 +25,20 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
 import lmdb
 
 from storage.base import GetOutcome, NamespaceStats, PutOutcome, StoreStats
+from storage.index_writer import IndexWriter
 from storage.lmdb_clear import clear_older, clear_pages
 from storage.lmdb_folder import MIN_CAPACITY_BYTES, StoreFolder
 from storage.lmdb_get import Doomed, PageGetter
-from storage.lmdb_index import Index, IndexWriter
+from storage.lmdb_index import Index
 from storage.lmdb_put import Limits, PagePutter, Pending
 from storage.rebuild import rebuild_index
-from storage.record import frame, padded_bytes
+from storage.record import header_bytes
 from storage.session import Session, translated
 from storage.slab import SlabFiles, slot_blocks
 from storage.verify import audit_store, verify_store
@@ -135,7 +137,11 @@ class LmdbStore:
     def put_many(self, records: Sequence[PageRecord]) -> list[PutOutcome]:
         with self._session:
             outcomes = [PutOutcome.NO_ROOM] * len(records)
-            held = {key for record in records for key in (record.ref.key, record.ref.parent_key)}
+
+            @cache
+            def held() -> set[bytes]:
+                return {key for record in records for key in (record.ref.key, record.ref.parent_key)}
+
             refused: set[bytes] = set()
             for chunk in self._chunks(records):
                 for at, outcome in self._put_chunk(records, chunk, held, refused).items():
@@ -299,7 +305,7 @@ class LmdbStore:
             yield chunk
 
     def _put_chunk(
-        self, records: Sequence[PageRecord], chunk: Sequence[int], held: set[bytes], refused: set[bytes]
+        self, records: Sequence[PageRecord], chunk: Sequence[int], held: Callable[[], set[bytes]], refused: set[bytes]
     ) -> dict[int, PutOutcome]:
         """Put one chunk; what is not in the result has no room."""
         pending: list[Pending] = []
@@ -308,9 +314,8 @@ class LmdbStore:
             if ref.parent_key in refused:
                 refused.add(ref.key)
                 continue
-            framed = frame(ref, payload.nbytes)
-            blocks = slot_blocks(padded_bytes(len(framed)), payload.nbytes)
-            pending.append(Pending(at, ref, self._spaces[ref.namespace], blocks, framed, payload))
+            blocks = slot_blocks(header_bytes(len(ref.key), len(ref.tokens)), payload.nbytes)
+            pending.append(Pending(at, ref, self._spaces[ref.namespace], blocks, payload))
         if not pending:
             return {}
         with self._write_lock:

@@ -9,7 +9,8 @@ import os
 from typing import TYPE_CHECKING
 
 from storage.base import NamespaceInfo
-from storage.lmdb_index import Entry, IndexWriter
+from storage.index_writer import IndexWriter
+from storage.lmdb_index import Entry
 from storage.record import BLOCK_BYTES, RECORD_VERSION, decode_header, header_bytes
 from storage.slab import slot_blocks
 
