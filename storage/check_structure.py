@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from storage.audit import audit_index
+from storage.lmdb_audit import audit_index
 from storage.lmdb_index import Index
 
 __all__ = ["main"]

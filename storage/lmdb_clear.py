@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from storage.index_writer import IndexWriter
 from storage.lmdb_index import decode_entry
+from storage.lmdb_writer import IndexWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import lmdb
 
 from storage.base import PutOutcome
-from storage.index_writer import IndexWriter
 from storage.lmdb_index import Entry, SlabCount
+from storage.lmdb_writer import IndexWriter
 from storage.record import BLOCK_BYTES, frame, seal
 from storage.slab import SlotWrite
 

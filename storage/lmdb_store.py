@@ -31,15 +31,15 @@ from typing import TYPE_CHECKING, Literal, get_args
 import lmdb
 
 from storage.base import GetOutcome, NamespaceStats, PutOutcome, StoreStats
-from storage.index_writer import IndexWriter
 from storage.lmdb_clear import clear_older, clear_pages
 from storage.lmdb_folder import MIN_CAPACITY_BYTES, StoreFolder
 from storage.lmdb_get import Doomed, PageGetter
 from storage.lmdb_index import Index
 from storage.lmdb_put import Limits, PagePutter, Pending
+from storage.lmdb_session import Session, translated
+from storage.lmdb_writer import IndexWriter
 from storage.rebuild import rebuild_index
 from storage.record import header_bytes
-from storage.session import Session, translated
 from storage.slab import SlabFiles, slot_blocks
 from storage.verify import audit_store, verify_store
 

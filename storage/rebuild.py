@@ -9,8 +9,8 @@ import os
 from typing import TYPE_CHECKING
 
 from storage.base import NamespaceInfo
-from storage.index_writer import IndexWriter
 from storage.lmdb_index import Entry
+from storage.lmdb_writer import IndexWriter
 from storage.record import BLOCK_BYTES, RECORD_VERSION, decode_header, header_bytes
 from storage.slab import slot_blocks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain, islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from storage.audit import audit_children, audit_index
+from storage.lmdb_audit import audit_children, audit_index
 from storage.lmdb_index import Entry, decode_entry
 from storage.record import BLOCK_BYTES, RECORD_VERSION, checksum, decode_header, header_bytes
 
