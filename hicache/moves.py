@@ -98,6 +98,7 @@ class Mover:
         t = self._t
         t.table.let_go_device(ids)
         done = op.state is OpState.DONE
+        t.backups_fail = not done
         t.metrics.count_operation(op, len(ids) if done else 0, t.geometry.page_bytes)
         if not done:
             t.host.give(slots)

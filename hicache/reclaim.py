@@ -8,7 +8,7 @@ A victim is a leaf of its tier, the last page of a node first, with nothing in f
 A victim on the host is clean if the store has it, or there is no store; a dirty one is written to the store first, once.
 
 What has to be copied frees its slot only after the copy has landed, so making room may take a few steps; the caller asks again.
-A store that stalls is not waited for: pages are dropped and counted.
+A store that stalls is not waited for, and a copy that failed is not tried again at once: pages are dropped and counted.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Reclaimer:
         self._demote_until(lambda: t.device.free + t.coming_device >= need, need)
         if t.device.free < need and not self.pending:
             self._drop_until(need)
+            t.backups_fail = False  # who asks next tries again
         return t.device.free >= need
 
     def in_background(self) -> None:
@@ -128,6 +129,8 @@ class Reclaimer:
 
     def _copy_down(self, node: Node, count: int) -> bool:
         t = self._t
+        if t.backups_fail:
+            return False  # dropped rather than tried for ever
         count = min(count, self.host_room(count))
         if count == 0:
             return False

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicache.adaptive import AdaptiveOrder, Learner
+from hicache.ghosts import Ghosts
 from hicache.keys import tenant_name
 from hicache.page_table import NOWHERE, PageTable
 from hicache.policies.write import WriteRules, write_rules
 from hicache.pools import SlotPool
-from hicache.radix_tree import RadixTree
+from hicache.radix_tree import Node, RadixTree
 from storage.base import NamespaceInfo, PageRef
 
 if TYPE_CHECKING:
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from hicache.geometry import PageGeometry
     from hicache.keys import KeyChain, Namespace
     from hicache.metrics import CacheMetrics
-    from hicache.radix_tree import Node
     from hicache.transfer.operation import Copier, Operation, StoreRunner
 
     Ids = npt.NDArray[np.int32]
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["Tiers", "as_ids"]
 
 STALL_S = 2.0
+
+GHOSTS_A_PAGE = 4
+"""Evicted pages that are remembered for each page in memory."""
 
 
 def as_ids(pages: array[int]) -> Ids:
@@ -53,6 +58,7 @@ class Tiers:
     storing: writes to the store in flight, oldest first. orphans: pages in them that have left the tree.
     in_flight: operations that have not been drained; copying: those of them between device and host. coming_device,
     coming_host: pages that copies in flight will make droppable from that tier.
+    backups_fail: whether the last copy to the host that ended failed.
     """
 
     config: CacheConfig
@@ -71,6 +77,7 @@ class Tiers:
     copying: int = 0
     coming_device: int = 0
     coming_host: int = 0
+    backups_fail: bool = False
 
     def __post_init__(self) -> None:
         config = self.config
@@ -78,7 +85,14 @@ class Tiers:
         self.device = SlotPool(config.device_pages)
         self.host = SlotPool(config.host_pages)
         self.table = PageTable(config.device_pages + config.host_pages)
-        self.tree = RadixTree(self.geometry.page_size, config.eviction, self.chain.key_bytes)
+        make_order = None
+        self.ghosts: Ghosts | None = None
+        if config.eviction == "adaptive":
+            learner = Learner()
+            make_order = partial(AdaptiveOrder[Node], learner)
+            pages = config.device_pages + config.host_pages
+            self.ghosts = Ghosts(self.geometry.page_size, (1 + GHOSTS_A_PAGE) * pages, learner)
+        self.tree = RadixTree(self.geometry.page_size, config.eviction, self.chain.key_bytes, make_order)
 
     @property
     def store_stalls(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hicache.config import CacheConfig, PrefetchConfig
 from hicache.lease import LeaseState
 from hicache.transfer.operation import OpKind
@@ -109,3 +111,21 @@ def test_a_store_that_hangs_keeps_no_device_page_from_a_running_request() -> Non
     rig.cache.release(second.lease)
     rig.settle()
     recount(rig, [])
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back"])
+def test_copies_that_always_fail_hold_up_nobody(write_policy: str) -> None:
+    rig = rig_of(device_pages=6, host_pages=8, write_policy=write_policy)
+    for first in range(4):
+        client = rig.open([first, 9, 9, 9, 9])
+        for _ in range(5):
+            if client.lease.state is LeaseState.WAITING:
+                rig.cache.admit(client.lease, 0)
+            if client.lease.state is LeaseState.ACTIVE and rig.compute(client, 5 - client.computed):
+                break
+            for op in rig.pending:
+                rig.fail(op)
+            rig.poll()
+        assert client.computed == 5
+        rig.cache.release(client.lease)
+        recount(rig, [])
