@@ -18,35 +18,70 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["POLICIES", "EvictionOrder", "Policy", "Usage"]
+__all__ = ["POLICIES", "SHARED", "EvictionOrder", "LeafOrder", "Policy", "Usage"]
+
+SHARED = 8
+"""Group of a prefix that requests branched off from."""
 
 L = TypeVar("L")
 
 
 class Usage:
-    """How a leaf was used in one tier: `tick` of the last use (or of its birth), `hits` so far, `priority` of its requests."""
+    """How a leaf was used in one tier: `tick` of the last use (or of its birth), `hits` so far, `priority` of its requests.
 
-    __slots__ = ("hits", "priority", "tick")
+    group: what kind of request used it last; of meaning to `hicache.adaptive` alone.
+    """
+
+    __slots__ = ("group", "hits", "priority", "tick")
 
     def __init__(self, tick: int = 0, hits: int = 0, priority: int = 0) -> None:
         self.tick = tick
         self.hits = hits
         self.priority = priority
+        self.group = 0
 
     def absorb(self, child: Usage, *, recency: bool) -> None:
         """Take over what a child that is gone had: uses of a child were uses of its parent, each counted once."""
         if recency and child.tick > self.tick:
             self.tick = child.tick
+            if self.group != SHARED:
+                self.group = child.group
         self.hits += child.hits
         child.hits = 0
         self.priority = max(self.priority, child.priority)
+
+
+class LeafOrder(Protocol[L]):
+    """What the tree asks of the order of one tier's leaves. A leaf is hashed by identity and listed at most once."""
+
+    moves_on_use: bool
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, leaf: L) -> bool: ...
+
+    def __iter__(self) -> Iterator[L]:
+        """All leaves, in no particular order."""
+        ...
+
+    def add(self, leaf: L, usage: Usage) -> None:
+        """List a leaf, or move it to where its usage now belongs."""
+        ...
+
+    def discard(self, leaf: L) -> None:
+        """Take a leaf off the list, if it is on it."""
+        ...
+
+    def pick(self, may_go: Callable[[L], bool]) -> L | None:
+        """The first leaf in order that `may_go`; it stays listed."""
+        ...
 
 
 class Policy(NamedTuple):
@@ -75,8 +110,9 @@ class EvictionOrder(Generic[L]):
         if policy not in POLICIES:
             raise ConfigError(f"eviction policy must be one of {', '.join(POLICIES)}, not {policy}")
         self.policy = POLICIES[policy]
+        self.moves_on_use = self.policy.moves_on_use
         self._queues: dict[int, OrderedDict[L, int]] = {}
-        self._ranks: list[int] = []  # sorted; a queue that empties stays, ranks are few
+        self._ranks: list[int] = []  # sorted
         self._home: dict[L, OrderedDict[L, int] | None] = {}  # None: waits in the heap
         self._late: list[tuple[int, int, int, L]] = []  # (rank, tick, serial, leaf); stale once the leaf moved
         self._entry: dict[L, int] = {}  # serial of a leaf's live heap entry
@@ -102,8 +138,7 @@ class EvictionOrder(Generic[L]):
         rank, tick = self.policy.rank(usage), usage.tick
         queue = self._queues.get(rank)
         if queue is None:
-            queue = self._queues[rank] = OrderedDict()
-            insort(self._ranks, rank)
+            queue = self._open_queue(rank)
         if not queue or next(reversed(queue.values())) <= tick:
             queue[leaf] = tick
             self._home[leaf] = queue
@@ -151,6 +186,15 @@ class EvictionOrder(Generic[L]):
             if may_go(leaf):
                 return leaf
         return None
+
+    def _open_queue(self, rank: int) -> OrderedDict[L, int]:
+        """A new queue. Those that emptied are dropped now and then: LFU has as many ranks as a leaf has uses."""
+        if len(self._ranks) > 16 + 2 * len(self._home):
+            self._queues = {rank: queue for rank, queue in self._queues.items() if queue}
+            self._ranks = sorted(self._queues)
+        queue = self._queues[rank] = OrderedDict()
+        insort(self._ranks, rank)
+        return queue
 
     def _push(self, rank: int, tick: int, leaf: L) -> None:
         if len(self._late) > 64 + 4 * len(self._entry):
