@@ -6,9 +6,12 @@ if the page was evicted meanwhile, by whichever process; if it has not, nobody w
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from storage.base import GetOutcome
+from storage.helper import Helper
 from storage.lmdb_index import slot_fields
 from storage.record import BLOCK_BYTES, RECORD_VERSION, decode_header, frame, padded_bytes, sums_fit
 
@@ -67,6 +70,11 @@ class PageGetter:
         self._index = index
         self._slabs = slabs
         self._medium = medium
+        self._helper = Helper("store-read")
+
+    def close(self) -> None:
+        """End the helper thread."""
+        self._helper.close()
 
     def get(self, refs: Sequence[PageRef], into: Sequence[memoryview]) -> tuple[list[GetOutcome], list[Doomed]]:
         """Read pages into buffers; see PageStore.get_many. The index is asked once, for one snapshot. Raises lmdb.Error."""
@@ -74,7 +82,7 @@ class PageGetter:
             found = [txn.get(ref.key) for ref in refs]
         outcomes = [GetOutcome.ABSENT] * len(refs)
         suspects: list[Doomed] = []
-        run: _Run | None = None
+        runs: deque[_Run] = deque()
         for at, (ref, payload, raw) in enumerate(zip(refs, into, found, strict=True)):
             if raw is None:
                 continue
@@ -83,13 +91,10 @@ class PageGetter:
                 outcomes[at] = GetOutcome.MISMATCH
                 suspects.append(Doomed(ref.key, seq))
                 continue
-            if run is None or not run.takes(blocks, slot):
-                if run is not None:
-                    self._read_run(run, outcomes, suspects)
-                run = _Run(blocks, slot)
-            run.add(at, ref, payload, seq, payload_bytes)
-        if run is not None:
-            self._read_run(run, outcomes, suspects)
+            if not runs or not runs[-1].takes(blocks, slot):
+                runs.append(_Run(blocks, slot))
+            runs[-1].add(at, ref, payload, seq, payload_bytes)
+        self._read_runs(runs, outcomes, suspects)
         return outcomes, suspects
 
     def has_changed(self, suspect: Doomed) -> bool:
@@ -99,6 +104,23 @@ class PageGetter:
         return raw is None or slot_fields(raw)[0] != suspect.seq
 
     # helpers
+
+    def _read_runs(self, runs: deque[_Run], outcomes: list[GetOutcome], suspects: list[Doomed]) -> None:
+        """Read runs, two and more in two threads: verifying costs up to a third of what reading costs."""
+
+        def take() -> None:
+            with contextlib.suppress(IndexError):  # none left
+                while True:
+                    self._read_run(runs.popleft(), outcomes, suspects)
+
+        if len(runs) < 2:
+            take()
+            return
+        other = self._helper.begin(take)
+        try:
+            take()
+        finally:
+            other.finish()  # the buffers are the caller's again after this
 
     def _read_run(self, run: _Run, outcomes: list[GetOutcome], suspects: list[Doomed]) -> None:
         """Read neighbouring slots in one call, verify each, and enter what became of it."""

@@ -10,13 +10,14 @@ import contextlib
 import errno
 import os
 from collections import Counter, defaultdict
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
 
 from storage.base import PutOutcome
+from storage.helper import Helper
 from storage.lmdb_index import Entry, SlabCount
 from storage.lmdb_writer import IndexWriter
 from storage.record import BLOCK_BYTES, frame, seal
@@ -24,9 +25,9 @@ from storage.slab import SlotWrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
-    from concurrent.futures import Future
 
     from storage.base import PageRef
+    from storage.helper import Begun
     from storage.lmdb_index import Index, Space
     from storage.slab import SlabFiles
 
@@ -64,7 +65,7 @@ class _Writing(NamedTuple):
     blocks: int
     end: int
     holes: tuple[int, ...]
-    job: Future[None]
+    job: Begun
 
 
 class _Room(NamedTuple):
@@ -93,7 +94,7 @@ class PagePutter:
         self._clock = clock
         self._count_error = count_error
         self._durable = durable
-        self._helper = ThreadPoolExecutor(1, "store-write")
+        self._helper = Helper("store-write")
         self._max_pages = index.env.info()["map_size"] // _INDEX_BYTES_A_PAGE
         self.overhead_bytes = 0
         self.evicted_pages = 0
@@ -127,7 +128,7 @@ class PagePutter:
 
     def close(self) -> None:
         """End the helper thread."""
-        self._helper.shutdown()
+        self._helper.close()
 
     def give_back_free_blocks(self) -> None:
         """Punch out every free slot that still has blocks."""
@@ -272,7 +273,7 @@ class PagePutter:
                 for slot, record in zip(slots, records, strict=True):
                     writer.insert(record.ref.key, _entry_of(record, slot, now_ns))
             for writing in begun:
-                writing.job.result()
+                writing.job.finish()
         except BaseException:
             self._take_back(begun)
             raise
@@ -296,13 +297,14 @@ class PagePutter:
                 for slot, record in zip(slots[part], records[part], strict=True)
             ]
             for writing in begun:
-                writing.job.result()
-            begun.append(_Writing(blocks, end, taken.holes, self._helper.submit(self._slabs.write, blocks, writes)))
+                writing.job.finish()
+            begun.append(_Writing(blocks, end, taken.holes, self._helper.begin(partial(self._slabs.write, blocks, writes))))
         return slots
 
     def _take_back(self, begun: Sequence[_Writing]) -> None:
         """Wait for writes that were begun in vain, and give back the blocks of slots that had none before."""
-        wait([writing.job for writing in begun])
+        for writing in begun:
+            writing.job.abandon()
         with contextlib.suppress(OSError):  # the next open tidies up
             for blocks, end, holes, _ in begun:
                 for slot in holes:

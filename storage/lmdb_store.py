@@ -24,7 +24,6 @@ import os
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -61,7 +60,6 @@ _KEEP_INTERVAL_S = 1.0
 _EARLY_DEATH_S = 60.0
 _CHUNK_RECORDS = 128
 _CHUNK_BYTES = 32 << 20
-_SPLIT_BYTES = 512 << 10  # a read this large is shared by two threads
 _NOT_THERE = (PutOutcome.NO_ROOM, PutOutcome.FAILED)
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.BadTxnError)
 _BAD = (GetOutcome.MISMATCH, GetOutcome.CORRUPT, GetOutcome.FAILED)
@@ -107,7 +105,6 @@ class LmdbStore:
         except BaseException:
             self._folder.close(clean=False)
             raise
-        self._helper = ThreadPoolExecutor(1, "store-read")
         self._keeper = threading.Thread(target=self._keep, name="store-keeper", daemon=True)
         self._keeper.start()
 
@@ -154,7 +151,7 @@ class LmdbStore:
 
     def get_many(self, refs: Sequence[PageRef], into: Sequence[memoryview]) -> list[GetOutcome]:
         with self._session:
-            outcomes, suspects = self._read(refs, into)
+            outcomes, suspects = self._getter.get(refs, into)
             changed = {suspect.key for suspect in suspects if self._getter.has_changed(suspect)}
             if changed:
                 outcomes = [GetOutcome.ABSENT if ref.key in changed else o for ref, o in zip(refs, outcomes, strict=True)]
@@ -237,7 +234,7 @@ class LmdbStore:
             return
         self._stop.set()
         self._keeper.join()
-        self._helper.shutdown()
+        self._getter.close()
         self._putter.close()
         synced = False
         try:
@@ -273,19 +270,6 @@ class LmdbStore:
         if folder.sole:
             self._putter.tidy(was_clean=folder.was_clean)
             self._putter.shrink()
-
-    def _read(self, refs: Sequence[PageRef], into: Sequence[memoryview]) -> tuple[list[GetOutcome], list[Doomed]]:
-        """Read a batch, a large one in two threads: verifying costs as much as a fifth of reading."""
-        half = len(refs) // 2
-        if not half or len(into) * into[0].nbytes < _SPLIT_BYTES:
-            return self._getter.get(refs, into)
-        later = self._helper.submit(self._getter.get, refs[half:], into[half:])
-        try:
-            outcomes, suspects = self._getter.get(refs[:half], into[:half])
-        finally:
-            wait([later])  # the buffers are the caller's again once this returns
-        more_outcomes, more_suspects = later.result()
-        return outcomes + more_outcomes, suspects + more_suspects
 
     def _chunks(self, records: Sequence[PageRecord]) -> Iterator[list[int]]:
         """Split a batch, by place, into runs of one tenant that go into one transaction."""
