@@ -19,11 +19,13 @@ class Chunk(NamedTuple):
     start: tokens of this sequence whose KV is in its pages already.
     pages: int32 array of device slots, page i holding positions [i * page_size, (i + 1) * page_size); at least as many as
         start + n tokens need. Borrowed for the step.
+    logits: at how many of its last tokens logits are wanted, >= 1.
     """
 
     tokens: np.ndarray
     start: int
     pages: np.ndarray
+    logits: int = 1
 
     @property
     def end(self) -> int:
@@ -32,7 +34,7 @@ class Chunk(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What one forward computes. Chunks keep their order; the logits come back one row a chunk."""
+    """What one forward computes. Chunks keep their order, and so do the logits that come back: each chunk's `logits` rows."""
 
     chunks: Sequence[Chunk]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from engine.attention.torch_backend import TorchBackend
@@ -15,6 +16,7 @@ from engine.runner import ModelRunner
 from engine.sampler import Sampler, SamplingState
 from engine.schedule_policy import make_policy
 from engine.scheduler import Limits, Scheduler
+from engine.scoring import score_prompts
 from engine.sizing import pool_sizes
 from hicache.cache import HiCache
 from hicache.config import CacheConfig
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from engine.messages import FinishReason, GenerateRequest, TokenLogprobs, ToServer
     from engine.scheduler import Step
     from hicache.geometry import PageGeometry
+    from hicache.lease import Lease
     from storage.base import PageStore
 
 __all__ = ["EngineCore"]
@@ -77,21 +80,26 @@ class EngineCore:
             state = self._sampling_state(message)
         except RequestRefused as error:
             return RequestFailed(message.rid, str(error), 400)
-        namespace = Namespace(self._fingerprint, message.lora, message.cache_salt, message.extra_key)
         prompt = len(message.input_ids)
         pool_tokens = self.cache.config.device_pages * self._geometry.page_size
         self._arrivals += 1
         request = Request(
             message=message,
-            lease=self.cache.open(message.input_ids, namespace, message.priority),
+            lease=self._open_lease(message),
             limit=min(prompt + message.sampling.max_new_tokens, self._model.context_length, pool_tokens),
             serial=self._arrivals,
             sampling_state=state,
+            prompt_logprobs=None if message.score_from is None else [],
         )
         self._requests[message.rid] = request
         self._scheduler.add(request)
         self._metrics.prompt_tokens.inc(prompt)
         return None
+
+    def _open_lease(self, message: GenerateRequest) -> Lease:
+        namespace = Namespace(self._fingerprint, message.lora, message.cache_salt, message.extra_key)
+        limit = sys.maxsize if message.score_from is None else message.score_from
+        return self.cache.open(message.input_ids, namespace, message.priority, limit)
 
     def abort(self, rid: str) -> None:
         """Forget a request; unknown ids are ignored."""
@@ -131,31 +139,43 @@ class EngineCore:
             return [self._fail(request, reason, 500) for request in step.requests if request.rid in self._requests]
 
     def _run(self, step: Step) -> list[ToServer]:
-        logits = self._runner.forward(step.batch)
+        logits = score_prompts(step, self._runner.forward(step.batch))
         rows = self._scheduler.computed(step)
+        out: list[ToServer] = []
+        for row in [row for row in rows if step.requests[row].message.sampling.max_new_tokens == 0]:
+            rows.remove(row)
+            out.append(self._out(step.requests[row], [], None, "length"))
         if not rows:
-            return []
+            return out
         requests = [step.requests[row] for row in rows]
         chosen = logits if len(rows) == len(step.requests) else logits[rows]
         sampled = self._sampler.sample(chosen, [request.sampling_state for request in requests])
-        return [self._advance(*each) for each in zip(requests, sampled.token_ids, sampled.logprobs, strict=True)]
+        for request, token, logprobs in zip(requests, sampled.token_ids, sampled.logprobs, strict=True):
+            out.append(self._advance(request, token, logprobs))
+        return out
 
     def _advance(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> TokensOut:
         """Append a sampled token, and end the request if it was its last."""
         request.lease.append(token)
         request.generated += 1
         self._metrics.generated_tokens.inc()
-        reason = self._finish_reason(request, token)
+        return self._out(request, [token], logprobs, self._finish_reason(request, token))
+
+    def _out(
+        self, request: Request, token_ids: list[int], logprobs: TokenLogprobs | None, reason: FinishReason | None
+    ) -> TokensOut:
+        """Make a request's message, the prompt's log-probabilities with its first; forget a request that has ended."""
         if reason is not None:
             self._scheduler.remove(request)
             del self._requests[request.rid]
         return TokensOut(
             rid=request.rid,
-            token_ids=[token],
+            token_ids=token_ids,
             prompt_tokens=request.lease.prompt_tokens,
             cached=CachedTokens(*request.lease.hits),
             logprobs=None if logprobs is None else [logprobs],
             finish_reason=reason,
+            prompt_logprobs=request.prompt_logprobs if request.generated <= 1 else None,
         )
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
@@ -172,8 +192,10 @@ class EngineCore:
             raise RequestRefused(f"the request id {message.rid} is in use")
         if prompt < 1:
             raise RequestRefused("the prompt is empty")
-        if message.sampling.max_new_tokens < 1:
-            raise RequestRefused("at least one token must be asked for")
+        if message.sampling.max_new_tokens < 0:
+            raise RequestRefused("no fewer than 0 tokens can be asked for")
+        if message.score_from is not None and not 0 <= message.score_from < prompt:
+            raise RequestRefused(f"log-probabilities can't begin at {message.score_from} in a prompt of {prompt} tokens")
         if prompt >= model.context_length:
             raise RequestRefused(
                 f"the prompt has {prompt} tokens; with the answer, {model.context_length} fit into the context"

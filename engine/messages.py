@@ -35,7 +35,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one sequence is sampled. `temperature` 0 is greedy; `top_k` -1 is off; `seed` None is unseeded."""
+    """How one sequence is sampled. `temperature` 0 is greedy; `top_k` -1 is off; `seed` None is unseeded.
+
+    max_new_tokens: 0 computes the prompt and ends.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -63,6 +66,7 @@ class GenerateRequest(msgspec.Struct, tag=True, frozen=True):
     lora: str = ""
     priority: int = 0
     top_logprobs: int | None = None  # None: no log-probabilities; 0: of the sampled tokens; k: and of the k likeliest
+    score_from: int | None = None  # log-probabilities of prompt tokens after this position too; limits reuse to it
 
 
 class AbortRequest(msgspec.Struct, tag=True, frozen=True):
@@ -109,7 +113,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
 
 class TokensOut(msgspec.Struct, tag=True, frozen=True):
-    """New tokens of a request, in order, exactly once. The last message of a request has a `finish_reason`."""
+    """New tokens of a request, in order, exactly once. The last message of a request has a `finish_reason`.
+
+    prompt_logprobs: in the first message of a request with `score_from`: of the prompt tokens after that position.
+    """
 
     rid: str
     token_ids: list[int]
@@ -117,6 +124,7 @@ class TokensOut(msgspec.Struct, tag=True, frozen=True):
     cached: CachedTokens
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class RequestFailed(msgspec.Struct, tag=True, frozen=True):

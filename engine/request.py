@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from engine.messages import GenerateRequest
+    from engine.messages import GenerateRequest, TokenLogprobs
     from engine.sampler import SamplingState
     from hicache.lease import Lease
 
@@ -33,6 +33,7 @@ class Request:
 
     limit: tokens, prompt included, at which it ends whatever happens (max_new_tokens, context length and pool size).
     computed: leading tokens whose KV is in its pages. serial: order of arrival.
+    prompt_logprobs: of prompt tokens, as far as they are scored; None unless asked for.
     """
 
     message: GenerateRequest
@@ -43,6 +44,7 @@ class Request:
     phase: Phase = Phase.WAITING
     computed: int = 0
     generated: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property
     def rid(self) -> str:
@@ -58,6 +60,15 @@ class Request:
     def uncomputed(self) -> int:
         """Tokens that must be computed before the next one can be sampled; 1 while decoding."""
         return self.lease.num_tokens - self.computed
+
+    @property
+    def unscored_from(self) -> int:
+        """First position whose logits must still be seen for the prompt's log-probabilities; the tokens' end if none."""
+        if self.prompt_logprobs is not None and self.message.score_from is not None:
+            position = self.message.score_from + len(self.prompt_logprobs)
+            if position < self.lease.prompt_tokens - 1:
+                return position
+        return self.lease.num_tokens
 
     def tokens(self, start: int, end: int) -> npt.NDArray[np.int32]:
         """Own copy of the token ids at [start, end)."""

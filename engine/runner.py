@@ -32,16 +32,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute a step: write the KV of its tokens to their pages and return the logits after each chunk.
+        """Compute a step: write the KV of its tokens to their pages and return the logits that its chunks ask for.
 
-        Returns float32 (num_chunks, vocab) on the model's device, a row a chunk; the caller owns it.
+        Returns float32 (rows, vocab) on the model's device, each chunk's `logits` last tokens; the caller owns it.
         """
         self._backend.plan(batch)
         ids = np.concatenate([chunk.tokens for chunk in batch.chunks])
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in batch.chunks])
-        last = self._tensor(np.cumsum([len(chunk.tokens) for chunk in batch.chunks]) - 1)
+        rows = self._tensor(_logit_rows(batch))
         # A tensor and never a number: Gemma 4 cuts queries by a number.
-        kept = {"logits_to_keep": last} if self._picks_logits else {}
+        kept = {"logits_to_keep": rows} if self._picks_logits else {}
         with attending(self._attend):
             output = self._hf(
                 input_ids=self._tensor(ids)[None],
@@ -51,7 +51,7 @@ class ModelRunner:
                 **kept,
             )
         logits: torch.Tensor = output.logits[0]
-        return (logits if kept else logits[last]).float()
+        return (logits if kept else logits[rows]).float()
 
     def _attend(self, call: HookCall) -> torch.Tensor:
         """Answer one layer's attention call of the running forward."""
@@ -62,3 +62,11 @@ class ModelRunner:
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64, copy=False)).to(self._device)
+
+
+def _logit_rows(batch: Batch) -> np.ndarray:
+    """Rows of the packed tokens at which logits are wanted."""
+    ends = np.cumsum([len(chunk.tokens) for chunk in batch.chunks])
+    if all(chunk.logits == 1 for chunk in batch.chunks):
+        return ends - 1
+    return np.concatenate([np.arange(end - chunk.logits, end) for chunk, end in zip(batch.chunks, ends, strict=True)])

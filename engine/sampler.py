@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from engine.messages import TokenLogprobs
+from engine.scoring import token_logprobs
 from hicache.errors import RequestRefused
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from engine.messages import SamplingParams
+    from engine.messages import SamplingParams, TokenLogprobs
 
 __all__ = ["Sampled", "Sampler", "SamplingState"]
 
@@ -208,10 +208,7 @@ def _logprobs(logits: torch.Tensor, token_ids: Sequence[int], states: Sequence[S
     for i, state in enumerate(states):
         if state.top_logprobs is None:
             continue
-        row = logits[i].log_softmax(-1)
-        values, tokens = row.topk(min(state.top_logprobs, row.shape[0]))
-        top = list(zip(tokens.tolist(), values.tolist(), strict=True))
-        out[i] = TokenLogprobs(float(row[token_ids[i]]), top)
+        out[i] = token_logprobs(logits[i : i + 1], token_ids[i : i + 1], state.top_logprobs)[0]
     return out
 
 

@@ -22,6 +22,8 @@ __all__ = ["Limits", "Scheduler", "Step"]
 
 RESERVE_TOKENS = 64
 """Tokens that each running request is assumed to grow by when another one asks to be admitted."""
+SCORED_TOKENS = 256
+"""Most prompt tokens a step at which logits are kept: a row of logits weighs a hundred times a token's activations."""
 
 
 class Limits(NamedTuple):
@@ -83,7 +85,7 @@ class Scheduler:
             self._grow(request, 1, chosen)
         budget = self._limits.prefill_tokens
         for request in [request for request in self.running if request.uncomputed > 1]:
-            budget -= self._grow(request, min(budget, request.uncomputed), chosen)
+            budget -= self._prefill(request, budget, chosen)
         self._admit(budget, chosen)
         requests = [request for request in chosen if request.phase is Phase.RUNNING]
         if not requests:
@@ -103,7 +105,8 @@ class Scheduler:
     def _chunk(self, request: Request, count: int) -> Chunk:
         start = request.computed
         lease = request.lease
-        return Chunk(request.tokens(start, start + count), start, lease.slots[: lease.num_slots])
+        logits = max(1, start + count - max(start, request.unscored_from))
+        return Chunk(request.tokens(start, start + count), start, lease.slots[: lease.num_slots], logits)
 
     def _start_loaded(self) -> None:
         for request in [request for request in self.loading if request.lease.state is LeaseState.ACTIVE]:
@@ -114,6 +117,15 @@ class Scheduler:
         request.phase = Phase.RUNNING
         request.computed = request.lease.cached
         insort(self.running, request, key=_serial)
+
+    def _prefill(self, request: Request, budget: int, chosen: dict[Request, int]) -> int:
+        """Put as much of a prompt into the step as `budget` allows; returns what it costs. Scored tokens cost more."""
+        price = max(1, self._limits.prefill_tokens // SCORED_TOKENS)
+        plain = min(budget, request.uncomputed, max(0, request.unscored_from - request.computed))
+        scored = min((budget - plain) // price, request.uncomputed - plain)
+        if plain + scored == 0 and budget > 0:
+            scored = 1
+        return min(budget, self._grow(request, plain + scored, chosen) + scored * (price - 1))
 
     def _grow(self, request: Request, count: int, chosen: dict[Request, int]) -> int:
         """Put a running request's next `count` tokens into the step; returns how many got in.
@@ -159,7 +171,7 @@ class Scheduler:
                 insort(self.loading, request, key=_serial)
             else:
                 self._run(request)
-                budget -= self._grow(request, min(budget, request.uncomputed), chosen)
+                budget -= self._prefill(request, budget, chosen)
 
     def _reserve_pages(self) -> int:
         """Pages that running requests still need: for what is left of their prompts and some of their answers."""

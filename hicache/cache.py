@@ -16,6 +16,7 @@ and `cache.poll()` at every step, prefill or decode. All of it on one thread, th
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -108,13 +109,20 @@ class HiCache:
 
     # ---- a request
 
-    def open(self, tokens: Sequence[int] | Ids, namespace: Namespace, priority: int = 0) -> Lease:
-        """Look a prompt up and start what can be started before it is admitted. `tokens` is copied."""
+    def open(
+        self, tokens: Sequence[int] | Ids, namespace: Namespace, priority: int = 0, max_cached_tokens: int = sys.maxsize
+    ) -> Lease:
+        """Look a prompt up and start what can be started before it is admitted. `tokens` is copied.
+
+        max_cached_tokens: reuse no more than this many leading tokens.
+        """
         if self._closed:
             raise CacheClosed("the cache is closed")
         root = self._t.hold_root(namespace, self._labels)
         data = bytearray(np.asarray(tokens, np.int32).tobytes())
-        lease = Lease(root=root, tokens=data, prompt_tokens=len(tokens), priority=priority)
+        lease = Lease(
+            root=root, tokens=data, prompt_tokens=len(tokens), priority=priority, max_cached_tokens=max_cached_tokens
+        )
         if self.config.reuse:
             match = self._match(lease)
             match = match._replace(node=self._ends_at(match))  # what lies behind it was not used
@@ -308,7 +316,7 @@ class HiCache:
 
     def _limit_pages(self, lease: Lease) -> int:
         """Pages that may be reused: at least the last token is computed, since its logits are needed."""
-        return (lease.num_tokens - 1) // self.geometry.page_size
+        return min(lease.num_tokens - 1, lease.max_cached_tokens) // self.geometry.page_size
 
     def _match(self, lease: Lease) -> Match:
         tree = self._t.tree

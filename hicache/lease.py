@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,7 @@ class Lease:
     tree's and pinned through `node`, the others belong to this lease alone.
     cached: tokens that need no computing, known once ACTIVE. hits: the same by tier at arrival (first admission only).
     found: pages that were (device, host, disk) when the request arrived.
+    max_cached_tokens: reuse ends there, since the engine wants to compute what follows.
     """
 
     root: Node
@@ -78,6 +80,7 @@ class Lease:
     hits: TierHits = NO_HITS
     found: tuple[int, int, int] = (0, 0, 0)
     counted: bool = False
+    max_cached_tokens: int = sys.maxsize
     prefetch: Prefetch | None = None
     load: CopyOp | None = None
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from engine.messages import TokenLogprobs
+
 __all__ = ["Driver"]
 
 STEPS = 20_000
@@ -27,6 +29,7 @@ class Driver:
         self.tokens: dict[str, list[int]] = {}
         self.last: dict[str, TokensOut] = {}
         self.failed: dict[str, RequestFailed] = {}
+        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self._ids = itertools.count()
 
     def add(self, prompt: Sequence[int], tokens: int = 8, **fields: Any) -> str:
@@ -49,6 +52,9 @@ class Driver:
                 case TokensOut(rid=rid):
                     self.tokens[rid] += message.token_ids
                     self.last[rid] = message
+                    if message.prompt_logprobs is not None:
+                        assert rid not in self.prompt_logprobs, "they come once"
+                        self.prompt_logprobs[rid] = message.prompt_logprobs
                 case RequestFailed(rid=rid):
                     self.failed[rid] = message
 

@@ -81,23 +81,24 @@ class Scripted:
                 self.running.append((request, done))
                 continue
             count = min(len(request.input_ids), request.sampling.max_new_tokens)
-            end = count if request.extra_key == "burst" else done + 1
+            end = count if request.extra_key == "burst" else min(count, done + 1)
             ids = request.input_ids[done:end]
             reason = None if end < count else ("stop" if count == len(request.input_ids) else "length")
-            self.pipes.send(self._out(request, ids, reason))
+            self.pipes.send(self._out(request, ids, reason, first=done == 0))
             if request.extra_key == "die-later":
                 self.pipes.close()
                 os._exit(17)
             if reason is None:
                 self.running.append((request, end))
 
-    def _out(self, request: GenerateRequest, ids: list[int], reason: Any) -> TokensOut:
-        logprobs = None
-        if request.top_logprobs is not None:
-            top = [(i, -0.5 - i) for i in range(request.top_logprobs)]
-            logprobs = [TokenLogprobs(-0.25, top) for _ in ids]
+    def _out(self, request: GenerateRequest, ids: list[int], reason: Any, *, first: bool) -> TokensOut:
+        top = [(i, -0.5 - i) for i in range(request.top_logprobs or 0)]
+        logprobs = None if request.top_logprobs is None else [TokenLogprobs(-0.25, top) for _ in ids]
+        scored = None
+        if first and request.score_from is not None:
+            scored = [TokenLogprobs(-0.125 * i, top) for i in range(request.score_from + 1, len(request.input_ids))]
         cached = CachedTokens(device=4, host=2, disk=1)
-        return TokensOut(request.rid, ids, len(request.input_ids), cached, logprobs, reason)
+        return TokensOut(request.rid, ids, len(request.input_ids), cached, logprobs, reason, scored)
 
     @property
     def wait_s(self) -> float:

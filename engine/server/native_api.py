@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from engine.messages import GenerateRequest, SamplingParams
 from engine.server.errors import ApiError
-from engine.server.logprobs import native_logprobs, native_top_logprobs
+from engine.server.logprobs import native_input_logprobs, native_logprobs, native_top_logprobs
 from engine.server.openai_api import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
 from engine.server.responses import json_response
 from engine.server.schemas import AbortBody, DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody, as_stops
@@ -24,7 +24,8 @@ from engine.server.streaming import EventStream, primed, unless_gone
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from engine.messages import CachedTokens
+    from engine.messages import CachedTokens, TokenLogprobs
+    from engine.tokenizer import Tokenizer
 
 __all__ = ["router"]
 
@@ -59,7 +60,9 @@ class MetaInfo(msgspec.Struct, frozen=True):
     finish_reason: FinishInfo | None
     e2e_latency: float | UnsetType = UNSET  # seconds, once finished
     cached_tokens_details: CachedSplit | UnsetType = UNSET
-    input_token_logprobs: list[Any] | UnsetType = UNSET
+    input_token_logprobs: list[tuple[float | None, int, str | None]] | UnsetType = UNSET
+    input_top_logprobs: list[list[tuple[Any, ...]] | None] | UnsetType = UNSET
+    normalized_prompt_logprob: float | UnsetType = UNSET  # mean over the prompt tokens that have one
     output_token_logprobs: list[tuple[float, int, str | None]] | UnsetType = UNSET
     output_top_logprobs: list[list[tuple[Any, ...]]] | UnsetType = UNSET
 
@@ -90,7 +93,7 @@ class _Order:
             rid = self._rid(index, len(prompts))
             for sibling in range(params.n):
                 name = rid if params.n == 1 else f"{rid}-{sibling}"
-                jobs.append(self._job(name, ids, params, budget, sibling))
+                jobs.append(self._job(name, ids, params, budget, sibling, index))
         return jobs
 
     def _rid(self, index: int, count: int) -> str:
@@ -100,7 +103,7 @@ class _Order:
         rid = given or uuid.uuid4().hex
         return rid if count == 1 else f"{rid}-{index}"
 
-    def _job(self, rid: str, ids: list[int], params: NativeSampling, budget: int, sibling: int) -> Job:
+    def _job(self, rid: str, ids: list[int], params: NativeSampling, budget: int, sibling: int, index: int) -> Job:
         sampling = params.sampling(budget)
         if sampling.seed is not None and sibling:
             sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + sibling) & (2**63 - 1))
@@ -112,7 +115,8 @@ class _Order:
             cache_salt=body.cache_salt or "",
             extra_key=body.extra_key or "",
             priority=body.priority or 0,
-            top_logprobs=body.top,
+            top_logprobs=body.top(index),
+            score_from=body.score_from(index),
         )
         return Job(request, as_stops(params.stop), params.skip_special_tokens, not params.no_stop_trim)
 
@@ -125,8 +129,10 @@ class _Order:
     def _meta(self, job: Job, answer: Answer) -> MetaInfo:
         by_tier = self.body.return_cached_tokens_details or self.service.config.enable_cache_report
         text = self.service.tokenizer if self.body.return_text_in_logprobs else None
-        wanted = self.body.top is not None
         logprobs = answer.logprobs or []
+        top = job.request.top_logprobs
+        wanted = top is not None
+        inputs = _input_logprobs(job.request, answer.prompt_logprobs or [], text)
         return MetaInfo(
             id=job.request.rid,
             prompt_tokens=answer.prompt_tokens,
@@ -135,10 +141,34 @@ class _Order:
             finish_reason=_finish_info(answer),
             e2e_latency=UNSET if answer.finish_reason is None else time.perf_counter() - self.start_s,
             cached_tokens_details=_split(answer.cached) if by_tier else UNSET,
-            input_token_logprobs=[] if wanted else UNSET,
+            input_token_logprobs=inputs.tokens,
+            input_top_logprobs=inputs.top,
+            normalized_prompt_logprob=inputs.mean,
             output_token_logprobs=native_logprobs(answer.token_ids, logprobs, text) if wanted else UNSET,
-            output_top_logprobs=native_top_logprobs(logprobs, text) if self.body.top else UNSET,
+            output_top_logprobs=native_top_logprobs(logprobs, text) if top else UNSET,
         )
+
+
+class _InputLogprobs(NamedTuple):
+    """What a meta_info says of a prompt's log-probabilities."""
+
+    tokens: list[tuple[float | None, int, str | None]] | UnsetType = UNSET
+    top: list[list[tuple[Any, ...]] | None] | UnsetType = UNSET
+    mean: float | UnsetType = UNSET
+
+
+def _input_logprobs(request: GenerateRequest, logprobs: list[TokenLogprobs], text: Tokenizer | None) -> _InputLogprobs:
+    """Shape a prompt's log-probabilities; an empty list where only the answer's were asked for."""
+    if request.top_logprobs is None:
+        return _InputLogprobs()
+    start = request.score_from
+    if start is None:
+        return _InputLogprobs([])
+    tokens = native_input_logprobs(request.input_ids, start, logprobs, text)
+    first: list[None] = [None] if start == 0 else []
+    top = [*first, *native_top_logprobs(logprobs, text)] if request.top_logprobs else UNSET
+    mean = sum(entry.logprob for entry in logprobs) / len(logprobs) if logprobs else 0.0
+    return _InputLogprobs(tokens, top, mean)
 
 
 def _finish_info(answer: Answer) -> FinishInfo | None:

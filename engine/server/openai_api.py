@@ -36,6 +36,7 @@ from engine.server.streaming import EventStream, primed, unless_gone
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from engine.server.responses import CompletionLogprobs
     from engine.server.schemas import OpenAIBody
 
 __all__ = ["ServiceDep", "get_service", "router"]
@@ -93,7 +94,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceDe
     asked_tokens = 16 if body.max_tokens is None else body.max_tokens
     for ids in prompts:
         service.answer_budget(len(ids), asked_tokens, param="prompt")
-    order = _Order(service, "cmpl-" + uuid.uuid4().hex, body, prompts, asked_tokens, body.logprobs)
+    order = _Order(service, "cmpl-" + uuid.uuid4().hex, body, prompts, asked_tokens, body.logprobs, body.score_from)
     service.admit(order.jobs)
     echoes = [_echo(service, body, prompt, ids) for prompt, ids in zip(body.prompts, prompts, strict=True)]
     if body.stream:
@@ -104,7 +105,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceDe
             index,
             echoes[index // order.n] + answer.text,
             answer.finish_reason,
-            completion_logprobs(service.tokenizer, answer.token_ids, answer.logprobs, offset=0),
+            _completion_logprobs(order, index, answer, offset=0),
             answer.matched,
         )
         for index, answer in enumerate(answers)
@@ -140,6 +141,7 @@ class _Order:
     prompts: Sequence[list[int]]
     max_new_tokens: int
     top_logprobs: int | None
+    score_from: int | None = None
 
     @property
     def n(self) -> int:
@@ -176,8 +178,19 @@ class _Order:
             extra_key=body.extra_key,
             priority=body.priority,
             top_logprobs=self.top_logprobs,
+            score_from=self.score_from,
         )
         return Job(request, as_stops(body.stop), body.skip_special_tokens)
+
+
+def _completion_logprobs(order: _Order, index: int, part: Answer | Piece, *, offset: int) -> CompletionLogprobs | None:
+    """Log-probabilities of an answer or a piece of it; those of the prompt go before them where it is echoed."""
+    if order.top_logprobs is None:
+        return None
+    prompt = [] if part.prompt_logprobs is None else order.prompts[index // order.n]
+    ids = [*prompt, *part.token_ids]
+    logprobs = [*(part.prompt_logprobs or ()), *(part.logprobs or ())]
+    return completion_logprobs(order.service.tokenizer, ids, logprobs, offset=offset)
 
 
 def _next_seed(seed: int, sibling: int) -> int:
@@ -219,7 +232,7 @@ async def _completion_events(order: _Order, echoes: Sequence[str]) -> AsyncGener
     answers = [Answer.empty() for _ in order.jobs]
     lengths = [0] * len(answers)
     begun = [False] * len(answers)
-    created, model, tokenizer = now_s(), order.service.config.name, order.service.tokenizer
+    created, model = now_s(), order.service.config.name
     usage = None if order.body.wants_usage else msgspec.UNSET
     async with aclosing(merge(order.service, order.jobs)) as pieces:
         async for index, piece in pieces:
@@ -228,7 +241,7 @@ async def _completion_events(order: _Order, echoes: Sequence[str]) -> AsyncGener
                 continue  # half a character, or what may become a stop string
             text = piece.text if begun[index] else echoes[index // order.n] + piece.text
             begun[index] = True
-            logprobs = completion_logprobs(tokenizer, piece.token_ids, piece.logprobs, offset=lengths[index])
+            logprobs = _completion_logprobs(order, index, piece, offset=lengths[index])
             lengths[index] += len(text)
             choice = CompletionChoice(index, text, piece.finish_reason, logprobs, piece.matched)
             yield msgspec.json.encode(CompletionResponse(order.id, created, model, [choice], usage))
@@ -238,4 +251,4 @@ async def _completion_events(order: _Order, echoes: Sequence[str]) -> AsyncGener
 
 def _counted(piece: Piece) -> Piece:
     """A piece without what only a whole answer needs."""
-    return piece._replace(text="", logprobs=None)
+    return piece._replace(text="", logprobs=None, prompt_logprobs=None)

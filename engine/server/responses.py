@@ -150,8 +150,8 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of a completion, in columns."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -6,7 +6,7 @@ OpenAI's bodies refuse what they don't know, and what this server can't do, by n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -36,6 +36,7 @@ Key = Annotated[str, Field(max_length=1024)]
 Priority = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Count0 = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -43,6 +44,9 @@ TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Repetition = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+LogprobStart = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+T = TypeVar("T")
 
 
 def as_stops(stop: list[str] | str | None) -> tuple[str, ...]:
@@ -196,10 +200,16 @@ class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
     prompt: Annotated[Prompt, Field(union_mode="left_to_right")]
+    max_tokens: Count0 | None = None  # 0: the prompt alone, for its log-probabilities or to warm the cache
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool = False
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     suffix: Annotated[str, Field(max_length=0, description="Infilling is not served.")] | None = None
+
+    @property
+    def score_from(self) -> int | None:
+        """Where the log-probabilities of the prompt begin, if they are asked for."""
+        return 0 if self.echo and self.logprobs is not None else None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -210,8 +220,6 @@ class CompletionBody(OpenAIBody):
     def _only_what_is_served(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ValueError("best_of is only served when it equals n")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not served: there are no log-probabilities of prompt tokens")
         if len(self.prompts) > MAX_BATCH:
             raise ValueError(f"at most {MAX_BATCH} prompts a request")
         return self
@@ -222,7 +230,7 @@ class NativeSampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    max_new_tokens: Count | None = 128
+    max_new_tokens: Count0 | None = 128
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     top_k: TopK = -1
@@ -274,9 +282,9 @@ class GenerateBody(BaseModel):
     sampling_params: NativeSampling | Annotated[list[NativeSampling], Field(min_length=1)] | None = None
     rid: Key | list[Key] | None = None
     stream: bool = False
-    return_logprob: bool = False
-    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    logprob_start_len: int | None = None
+    return_logprob: bool | list[bool] = False
+    top_logprobs_num: TopLogprobs | list[TopLogprobs | None] | None = None
+    logprob_start_len: LogprobStart | list[LogprobStart | None] | None = None
     return_text_in_logprobs: bool = False
     cache_salt: Key | None = None
     extra_key: Key | None = None
@@ -302,10 +310,14 @@ class GenerateBody(BaseModel):
             return self.sampling_params
         return [self.sampling_params or NativeSampling()] * len(self.prompts)
 
-    @property
-    def top(self) -> int | None:
-        """How many log-probabilities a token: None for none at all."""
-        return (self.top_logprobs_num or 0) if self.return_logprob else None
+    def top(self, index: int) -> int | None:
+        """How many log-probabilities a token of a prompt's answer: None for none at all."""
+        return (_nth(self.top_logprobs_num, index) or 0) if _nth(self.return_logprob, index) else None
+
+    def score_from(self, index: int) -> int | None:
+        """Where the log-probabilities of a prompt begin; None for none at all."""
+        start = _nth(self.logprob_start_len, index)
+        return start if _nth(self.return_logprob, index) and start is not None and start >= 0 else None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -318,8 +330,10 @@ class GenerateBody(BaseModel):
             raise ValueError("sampling_params must be one object, or one for each prompt")
         if isinstance(self.rid, list) and len(self.rid) != count:
             raise ValueError("rid must be one string, or one for each prompt")
-        if self.return_logprob and self.logprob_start_len not in (None, -1):
-            raise ValueError("log-probabilities of prompt tokens are not served; logprob_start_len must be -1")
+        for name in ("return_logprob", "top_logprobs_num", "logprob_start_len"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != count:
+                raise ValueError(f"{name} must be one value, or one for each prompt")
         return self
 
 
@@ -344,6 +358,11 @@ class AbortBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
     rid: Key = ""
     abort_all: bool = False
+
+
+def _nth(value: T | list[T], index: int) -> T:
+    """A prompt's own value of a parameter that is one for all or a list."""
+    return value[index] if isinstance(value, list) else value
 
 
 def _top_k(top_k: int) -> int:

@@ -40,7 +40,10 @@ class Job:
 
 
 class Piece(NamedTuple):
-    """What one message of the engine adds to a sequence. `matched` is the stop string or token that ended it."""
+    """What one message of the engine adds to a sequence. `matched` is the stop string or token that ended it.
+
+    prompt_logprobs: with the first piece, if they were asked for.
+    """
 
     text: str
     token_ids: list[int]
@@ -49,6 +52,7 @@ class Piece(NamedTuple):
     matched: str | int | None
     prompt_tokens: int
     cached: CachedTokens
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class Service:
@@ -159,7 +163,7 @@ class _SequenceText:
         return last if last == self._eos or last in self._job.request.sampling.stop_token_ids else None
 
     def _piece(self, out: TokensOut, text: str, reason: FinishReason | None, matched: str | int | None) -> Piece:
-        return Piece(text, out.token_ids, out.logprobs, reason, matched, out.prompt_tokens, out.cached)
+        return Piece(text, out.token_ids, out.logprobs, reason, matched, out.prompt_tokens, out.cached, out.prompt_logprobs)
 
 
 class _Stopwatch:
@@ -200,6 +204,7 @@ class Answer:
     matched: str | int | None
     prompt_tokens: int
     cached: CachedTokens
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
     @classmethod
     def empty(cls) -> Answer:
@@ -216,6 +221,8 @@ class Answer:
         self.matched = piece.matched
         self.prompt_tokens = piece.prompt_tokens
         self.cached = piece.cached
+        if piece.prompt_logprobs is not None:
+            self.prompt_logprobs = piece.prompt_logprobs
 
 
 async def merge(service: Service, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Piece], None]:

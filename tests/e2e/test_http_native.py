@@ -81,6 +81,27 @@ def test_log_probabilities_come_as_triples(http, tokenizer):
     assert [len(top) for top in meta["output_top_logprobs"]] == [2, 2]
 
 
+def test_log_probabilities_of_the_prompt_begin_after_the_start(http, tokenizer):
+    ids = tokenizer.encode("one two three")
+    body = {"text": "one two three", "return_logprob": True, "return_text_in_logprobs": True, "top_logprobs_num": 1}
+    whole = generate(http, **body, logprob_start_len=0)["meta_info"]
+    assert whole["input_token_logprobs"] == [[None, ids[0], "one"], [-0.125, ids[1], " two"], [-0.25, ids[2], " three"]]
+    assert [top and len(top) for top in whole["input_top_logprobs"]] == [None, 1, 1]
+    assert whole["normalized_prompt_logprob"] == -0.1875
+    assert generate(http, **body, logprob_start_len=1)["meta_info"]["input_token_logprobs"] == [[-0.25, ids[2], " three"]]
+    assert generate(http, **body, logprob_start_len=2)["meta_info"]["input_token_logprobs"] == []
+    assert generate(http, **body)["meta_info"]["input_token_logprobs"] == []
+
+
+def test_a_prompt_can_be_scored_without_an_answer(http):
+    scored = {"return_logprob": [True, False], "logprob_start_len": [0, None], "sampling_params": {"max_new_tokens": 0}}
+    first, second = generate(http, text=["one two", "one"], **scored)
+    assert (first["text"], first["output_ids"], first["meta_info"]["output_token_logprobs"]) == ("", [], [])
+    assert len(first["meta_info"]["input_token_logprobs"]) == 2
+    assert first["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    assert "input_token_logprobs" not in second["meta_info"]
+
+
 def test_the_split_by_tier_is_there_if_asked(http):
     meta = generate(http, text="one", return_cached_tokens_details=True)["meta_info"]
     assert meta["cached_tokens_details"] == {"device": 4, "host": 2, "storage": 1}
@@ -96,7 +117,8 @@ def test_the_split_by_tier_is_there_if_asked(http):
         ({"text": "a", "sampling_params": {"regex": "a"}}, "regex"),
         ({"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": ["a", "b"], "rid": ["x", "x"]}, "in use"),
-        ({"text": "a", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+        ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob"),
         ({"text": "a " * 600}, "maximum context length"),
         ({"input_ids": []}, "input_ids"),
     ],

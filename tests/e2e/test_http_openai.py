@@ -160,6 +160,26 @@ def test_log_probabilities_of_a_completion(http):
     assert [len(top) for top in columns["top_logprobs"]] == [1] * 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_has_log_probabilities_too(http, stream):
+    body = {"prompt": "one two", "echo": True, "logprobs": 1, "max_tokens": 1, "stream": stream}
+    if stream:
+        columns = events(http, "/v1/completions", body)[0]["choices"][0]["logprobs"]
+    else:
+        columns = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+    assert columns["tokens"] == ["one", " two", "one"]
+    assert columns["token_logprobs"] == [None, -0.125, -0.25]
+    assert columns["text_offset"] == [0, 3, 7]
+    assert [top and len(top) for top in columns["top_logprobs"]] == [None, 1, 1]
+
+
+def test_a_prompt_alone_can_be_scored(client):
+    answer = client.completions.create(model="any", prompt="one two", max_tokens=0, echo=True, logprobs=1)
+    assert answer.choices[0].text == "one two"
+    assert answer.choices[0].logprobs.token_logprobs == [None, -0.125]
+    assert answer.usage.completion_tokens == 0
+
+
 def test_salt_and_priority_reach_the_engine(http):
     http.post("/v1/completions", json={"prompt": "one", "cache_salt": "s", "priority": 3}).raise_for_status()
     last = http.get("/cache/stats").json()["received"][-1]
@@ -191,7 +211,8 @@ def test_models_are_listed(client):
         ("completions", {"prompt": [10**30]}, "prompt"),
         ("completions", {"prompt": [-1]}, "prompt"),
         ("completions", {"prompt": {"a": 1}}, "prompt"),
-        ("completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ("completions", {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ("chat/completions", {"messages": HI, "max_tokens": 0}, "max_tokens"),
         ("completions", {"prompt": "a", "temperature": -1}, "temperature"),
         ("completions", {"prompt": "a", "top_p": 0}, "top_p"),
         ("completions", {"prompt": "a", "n": 1000}, "n:"),
@@ -201,7 +222,6 @@ def test_models_are_listed(client):
         ("completions", {"prompt": "a", "logit_bias": {"999999": 1}}, "logit_bias"),
         ("completions", {"prompt": "a", "best_of": 3}, "best_of"),
         ("completions", {"prompt": "a", "suffix": "b"}, "suffix"),
-        ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ("completions", {"prompt": "a", "max_token": 3}, "Unrecognized request argument supplied: max_token"),
         ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ("completions", {"prompt": ["a"] * 150, "n": 2}, "too many requests"),

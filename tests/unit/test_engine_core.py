@@ -88,7 +88,7 @@ def test_an_answer_ends_at_the_pool_size_with_reason_length(engine: Callable[...
         ([], {}, "the prompt is empty"),
         ([5, 259], {}, "token ids must be in [0, 259)"),
         ([5], {"lora": "x"}, "this server has no LoRA adapters"),
-        ([5], {"sampling": SamplingParams(max_new_tokens=0)}, "at least one token must be asked for"),
+        ([5], {"sampling": SamplingParams(max_new_tokens=-1)}, "no fewer than 0 tokens can be asked for"),
     ],
 )
 def test_what_can_not_be_served_is_refused_with_the_reason(
