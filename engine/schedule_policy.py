@@ -1,50 +1,56 @@
-"""Who goes first among the waiting."""
+"""Who goes first among the waiting: the policies by name."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import random
+import time
+from typing import TYPE_CHECKING, Literal, get_args
 
+from engine.schedule.base import SchedulePolicy
+from engine.schedule.cache_aware import CacheAware
+from engine.schedule.depth_first import DepthFirst
+from engine.schedule.max_wait import BoundedWait
+from engine.schedule.orders import ByRoutingKey, InRandomOrder, by_arrival, by_output, by_priority
+from engine.schedule.prefixes import LongestPrefixMatch
 from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.request import Request
+    from collections.abc import Callable
+
     from hicache.cache import HiCache
 
-__all__ = ["FirstComeFirstServed", "LongestPrefixMatch", "SchedulePolicy", "make_policy"]
+__all__ = ["SchedulePolicy", "SchedulePolicyName", "make_policy"]
+
+SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "priority", "routing-key", "cache-aware"]
 
 
-class SchedulePolicy(Protocol):
-    """Orders waiting requests. Called once a step, on the loop's thread."""
-
-    def order(self, waiting: list[Request]) -> list[Request]:
-        """The waiting requests, the next one first. May return the list it was given; must not change it."""
-        ...
-
-
-class FirstComeFirstServed:
-    """By arrival. A retracted request keeps its place."""
-
-    def order(self, waiting: list[Request]) -> list[Request]:
-        """Waiting requests are kept by arrival already."""
-        return waiting
+def make_policy(
+    name: str,
+    cache: HiCache,
+    max_wait_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    rng: random.Random | None = None,
+) -> SchedulePolicy:
+    """The policy that `--schedule-policy` names. clock: the scheduler's. Raises ConfigError."""
+    if name == "fcfs":
+        return by_arrival()
+    return BoundedWait(_by_name(name, cache, rng or random.Random()), max_wait_s, clock)
 
 
-class LongestPrefixMatch:
-    """By length of the prefix that is in memory now, longest first; ties by arrival."""
-
-    def __init__(self, cache: HiCache) -> None:
-        self._cache = cache
-
-    def order(self, waiting: list[Request]) -> list[Request]:
-        """Match anew, since the tree has changed since they came."""
-        return sorted(waiting, key=lambda request: -self._cache.cached_pages(request.lease))
-
-
-def make_policy(name: str, cache: HiCache) -> SchedulePolicy:
-    """The policy that `--schedule-policy` names. Raises ConfigError."""
+def _by_name(name: str, cache: HiCache, rng: random.Random) -> SchedulePolicy:
     match name:
-        case "fcfs":
-            return FirstComeFirstServed()
         case "lpm":
             return LongestPrefixMatch(cache)
-    raise ConfigError(f"schedule policy must be fcfs or lpm, not {name}")
+        case "dfs-weight":
+            return DepthFirst(cache)
+        case "lof":
+            return by_output()
+        case "random":
+            return InRandomOrder(rng)
+        case "priority":
+            return by_priority()
+        case "routing-key":
+            return ByRoutingKey()
+        case "cache-aware":
+            return CacheAware(cache)
+    raise ConfigError(f"schedule policy must be one of {', '.join(get_args(SchedulePolicyName))}, not {name}")
