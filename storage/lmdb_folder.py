@@ -149,10 +149,18 @@ class StoreFolder:
             self._deaths = 0
             save_state(self.path, self._state(clean=False))
 
+    def opened(self) -> None:
+        """Note that the index is whole, and let other processes open the store. Until then they wait."""
+        if self.fresh_index:
+            self._suspect = ""
+            save_state(self.path, self._state(clean=False))
+        self._let_others_in()
+
     def close(self, clean: bool) -> None:
         """Leave the folder; `clean` says that all is synced. Idempotent."""
         if self._lock_fd < 0:
             return
+        self._let_others_in()
         try:
             if clean and not self._suspect:
                 self._leave_clean()
@@ -181,9 +189,10 @@ class StoreFolder:
             if self._identity_of_folder in _open_folders:
                 raise StoreUnavailable(f"{self.path} is open in this process already")
             _open_folders.add(self._identity_of_folder)
-        self._lock_fd = -1
+        self._lock_fd = self._opening_fd = -1
 
     def _unclaim(self) -> None:
+        self._let_others_in()
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -193,18 +202,20 @@ class StoreFolder:
     def _enter(self, capacity_bytes: int) -> None:
         """Take the locks. Who comes first alone looks the index over; who comes later trusts and adapts to the first."""
         try:
-            opening = self._open_file("OPENING")
+            self._opening_fd = self._open_file("OPENING")
             self._lock_fd = self._open_file("LOCK")
         except OSError as error:
             raise StoreLocationError(f"{self.path} can't hold a store: {error.strerror}") from error
-        try:
-            wait_exclusive(opening)
-            self.sole = lock_exclusive(self._lock_fd)
-            self.secret = load_identity(self.path).secret
-            self._adopt(load_state(self.path), capacity_bytes)
-            lock_shared(self._lock_fd)
-        finally:
-            os.close(opening)
+        wait_exclusive(self._opening_fd)
+        self.sole = lock_exclusive(self._lock_fd)
+        self.secret = load_identity(self.path).secret
+        self._adopt(load_state(self.path), capacity_bytes)
+        lock_shared(self._lock_fd)
+
+    def _let_others_in(self) -> None:
+        if self._opening_fd >= 0:
+            os.close(self._opening_fd)
+            self._opening_fd = -1
 
     def _adopt(self, left: State | None, capacity_bytes: int) -> None:
         self.fresh_index = not self.index_path.exists()
@@ -217,6 +228,8 @@ class StoreFolder:
             if capacity_bytes != left.capacity_bytes:
                 _log.warning("%s is in use with a capacity of %d bytes; that stays", self.path, left.capacity_bytes)
             return
+        if self.fresh_index:
+            self._suspect = "the building of the index was cut short"  # if we die before `opened`
         found = 0 if self.fresh_index else self.index_path.stat().st_size
         self.capacity_bytes = capacity_bytes
         self.index_bytes = max(index_bytes(capacity_bytes), -(-found // _MIB) * _MIB)

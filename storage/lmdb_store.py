@@ -99,10 +99,15 @@ class LmdbStore:
         self._stop = threading.Event()
         self._synced_txn = 0
         self._folder = StoreFolder(folder, capacity_bytes, on_damage, synced_index=sync == "always")
+        self._slabs = SlabFiles(self._folder.path)
         try:
             with translated():
                 self._open(self._limits(free_floor_bytes, quotas), medium)
+                self._folder.opened()
         except BaseException:
+            if hasattr(self, "_index"):
+                self._index.env.close()
+            self._slabs.close()
             self._folder.close(clean=False)
             raise
         self._keeper = threading.Thread(target=self._keep, name="store-keeper", daemon=True)
@@ -256,7 +261,6 @@ class LmdbStore:
 
     def _open(self, limits: Limits, medium: Medium | None) -> None:
         folder = self._folder
-        self._slabs = SlabFiles(folder.path)
         self._index = Index(folder.index_path, folder.index_bytes, durable_commits=self._sync_mode == "always")
         folder.reserve_index()
         self._index.env.reader_check()

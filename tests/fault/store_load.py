@@ -18,7 +18,19 @@ from pathlib import Path
 from storage.base import GetOutcome, NamespaceInfo, PageRecord, PageRef
 from storage.lmdb_store import LmdbStore
 
-__all__ = ["CAPACITY", "NAMESPACE", "chain", "disk_bytes", "open_store", "payload_of", "read", "start_load", "write"]
+__all__ = [
+    "CAPACITY",
+    "NAMESPACE",
+    "await_load",
+    "begin_load",
+    "chain",
+    "disk_bytes",
+    "open_store",
+    "payload_of",
+    "read",
+    "start_load",
+    "write",
+]
 
 CAPACITY = 16 << 20
 NAMESPACE = bytes(range(16))
@@ -73,12 +85,22 @@ def disk_bytes(folder: Path) -> int:
 
 def start_load(folder: Path, seed: int, capacity: int = CAPACITY) -> subprocess.Popen[str]:
     """Start this file as a program and wait until its store is open."""
+    process = begin_load(folder, seed, capacity)
+    await_load(process)
+    return process
+
+
+def begin_load(folder: Path, seed: int, capacity: int = CAPACITY) -> subprocess.Popen[str]:
+    """Start this file as a program."""
     root = str(Path(__file__).resolve().parents[2])
     command = [sys.executable, __file__, str(folder), str(capacity), str(seed)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root})
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": root})
+
+
+def await_load(process: subprocess.Popen[str]) -> None:
+    """Wait until its store is open."""
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    return process
 
 
 def main(folder: str, capacity: str, seed: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from storage.base import NamespaceInfo
-from storage.errors import StoreForkError, StoreFormatError, StoreLocationError, StoreUnavailable
+from storage.errors import StoreError, StoreForkError, StoreFormatError, StoreLocationError, StoreUnavailable
 from storage.identity import load_identity
 from storage.lmdb_store import LmdbStore
 from storage.location import file_system_type
@@ -75,6 +75,44 @@ def test_pages_written_by_one_process_hit_in_the_other(tmp_path: Path) -> None:
     assert load.read(mine, load.chain(1000, 5)).keys() <= {"hit", "absent"}
     assert mine.stats().capacity_bytes == load.CAPACITY
     mine.close()
+
+
+def test_two_processes_at_once_build_one_index(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    store = load.open_store(folder)
+    for number in range(1000, 1030):
+        load.write(store, load.chain(number, 4))
+    pages = store.stats().pages
+    store.close()
+    (folder / "index.lmdb").unlink()
+    opening = [load.begin_load(folder, seed) for seed in (1, 2)]
+    for process in opening:
+        load.await_load(process)
+        process.kill()
+        process.communicate()
+    assert check(folder, no_progress).sound
+    assert stat(folder).pages >= pages // 2
+
+
+def test_an_index_whose_building_was_cut_short_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "store"
+    store = load.open_store(folder)
+    for number in range(20):
+        load.write(store, load.chain(number, 4))
+    store.close()
+    (folder / "index.lmdb").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr("storage.lmdb_store.rebuild_index", _fail)
+        with pytest.raises(StoreError, match="cut short"):
+            load.open_store(folder)
+    store = load.open_store(folder)
+    assert store.stats().pages == 80
+    store.close()
+    assert check(folder, no_progress).sound
+
+
+def _fail(*arguments: object) -> int:
+    raise OSError("cut short")
 
 
 def test_maintenance_runs_beside_a_server(tmp_path: Path) -> None:
