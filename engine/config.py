@@ -17,6 +17,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from engine.schedule_policy import SchedulePolicyName
 from hicache.config import EvictionPolicy, PrefetchConfig, PrefetchPolicy, WritePolicy
 from hicache.errors import ConfigError
 from hicache.keys import tenant_name
@@ -72,9 +73,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Positive, _about("Sequences in the server, running ones included, above which it answers 429.")
     ] = 4096
     chunked_prefill_size: Annotated[Positive, _about("Most prompt tokens computed in one step.")] = 2048
-    schedule_policy: Annotated[
-        Literal["fcfs", "lpm"], _about("Who runs next: first come (fcfs) or longest cached prefix (lpm).")
-    ] = "fcfs"
+    schedule_policy: Annotated[SchedulePolicyName, _about("Who runs next; see docs/scheduling.md.")] = "fcfs"
+    schedule_max_wait: Annotated[
+        float,
+        Meta(gt=0),
+        _about("Seconds after which the oldest waiting request goes next, whatever the schedule policy says."),
+    ] = 10.0
     radix_eviction_policy: Annotated[EvictionPolicy, _about("Which unused page leaves a tier first.")] = "lru"
     disable_radix_cache: Annotated[bool, _about("Reuse nothing; compute every prompt anew.")] = False
     enable_hierarchical_cache: Annotated[bool, _about("Keep pages in host memory, and on disk with a storage backend.")] = False

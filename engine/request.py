@@ -32,7 +32,7 @@ class Request:
     """One sequence. Owned by the scheduler.
 
     limit: tokens, prompt included, at which it ends whatever happens (max_new_tokens, context length and pool size).
-    computed: leading tokens whose KV is in its pages. serial: order of arrival.
+    computed: leading tokens whose KV is in its pages. serial: order of arrival. arrived_s: by the scheduler's clock.
     prompt_logprobs: of prompt tokens, as far as they are scored; None unless asked for.
     """
 
@@ -44,6 +44,7 @@ class Request:
     phase: Phase = Phase.WAITING
     computed: int = 0
     generated: int = 0
+    arrived_s: float = 0.0
     prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property

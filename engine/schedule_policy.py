@@ -27,7 +27,7 @@ SchedulePolicyName = Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "prio
 def make_policy(
     name: str,
     cache: HiCache,
-    max_wait_s: float,
+    max_wait_s: float = 10.0,
     clock: Callable[[], float] = time.monotonic,
     rng: random.Random | None = None,
 ) -> SchedulePolicy:
