@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from engine.attention.torch_backend import TorchBackend
+from engine.grammar import Grammars
 from engine.messages import CachedTokens, RequestFailed, TokensOut
 from engine.metrics import EngineMetrics
 from engine.model import load_model
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from engine.config import ServeConfig
+    from engine.grammar import GrammarState
     from engine.messages import FinishReason, GenerateRequest, TokenLogprobs, ToServer
     from engine.scheduler import Step
     from hicache.geometry import PageGeometry
@@ -55,6 +57,7 @@ class EngineCore:
         host = HostPool(sizes.host_pages, self._geometry.page_bytes) if sizes.host_pages else None
         self._runner = ModelRunner(model, TorchBackend(device.data, self._geometry, model.layers, model.dtype))
         self._sampler = Sampler()
+        self._grammars = Grammars(model.tokenizer, model.eos_token_ids)
         self._store = _open_store(config)
         self.cache = HiCache(
             _cache_config(config, sizes.device_pages, sizes.host_pages),
@@ -74,12 +77,20 @@ class EngineCore:
     # ---- requests
 
     def add(self, message: GenerateRequest) -> RequestFailed | None:
-        """Queue a request; a message back if it can't be served at all."""
+        """Queue a request; a message back if it can't be served at all. One with a grammar waits for that first."""
         try:
             self._check(message)
-            state = self._sampling_state(message)
+            if message.sampling.grammar is not None:
+                self._grammars.submit(message)
+            else:
+                self._queue(message, None)
         except RequestRefused as error:
             return RequestFailed(message.rid, str(error), 400)
+        return None
+
+    def _queue(self, message: GenerateRequest, grammar: GrammarState | None) -> None:
+        """Give a request to the scheduler. Raises RequestRefused."""
+        state = self._sampling_state(message, grammar)
         prompt = len(message.input_ids)
         pool_tokens = self.cache.config.device_pages * self._geometry.page_size
         self._arrivals += 1
@@ -94,7 +105,19 @@ class EngineCore:
         self._requests[message.rid] = request
         self._scheduler.add(request)
         self._metrics.prompt_tokens.inc(prompt)
-        return None
+
+    def _queue_compiled(self) -> list[ToServer]:
+        """Queue the requests whose grammars are compiled by now; returns the refusals of those that have a bad one."""
+        refused: list[ToServer] = []
+        for message, grammar, error in self._grammars.take_ready():
+            if error is not None:
+                refused.append(RequestFailed(message.rid, error, 400))
+                continue
+            try:
+                self._queue(message, grammar)
+            except RequestRefused as reason:
+                refused.append(RequestFailed(message.rid, str(reason), 400))
+        return refused
 
     def _open_lease(self, message: GenerateRequest) -> Lease:
         namespace = Namespace(self._fingerprint, message.lora, message.cache_salt, message.extra_key)
@@ -103,13 +126,14 @@ class EngineCore:
 
     def abort(self, rid: str) -> None:
         """Forget a request; unknown ids are ignored."""
+        self._grammars.discard(rid)
         if request := self._requests.pop(rid, None):
             self._scheduler.remove(request)
 
     @property
     def idle(self) -> bool:
         """Whether no request is in the engine."""
-        return self._scheduler.idle
+        return self._scheduler.idle and not self._grammars
 
     @property
     def loading(self) -> bool:
@@ -118,12 +142,19 @@ class EngineCore:
 
     def fail_all(self, reason: str, status: int) -> list[ToServer]:
         """End every request with an error."""
-        return [self._fail(request, reason, status) for request in list(self._requests.values())]
+        waiting: list[ToServer] = [RequestFailed(rid, reason, status) for rid in self._grammars.discard_all()]
+        return waiting + [self._fail(request, reason, status) for request in list(self._requests.values())]
 
     # ---- a step
 
     def step(self) -> list[ToServer] | None:
-        """Compute one batch and return what it brought; None if there was nothing to compute.
+        """Compute one batch and return what it brought; None if there was nothing to compute."""
+        refused = self._queue_compiled() if self._grammars else []
+        out = self._compute()
+        return (refused or None) if out is None else refused + out
+
+    def _compute(self) -> list[ToServer] | None:
+        """Compute one batch; None if there was nothing to compute.
 
         An exception fails the requests of this step, no others.
         """
@@ -179,7 +210,9 @@ class EngineCore:
         )
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
-        sampling = request.message.sampling
+        sampling, grammar = request.message.sampling, request.sampling_state.grammar
+        if grammar is not None and grammar.finished:
+            return "stop"
         if token in sampling.stop_token_ids or (token in self._model.eos_token_ids and not sampling.ignore_eos):
             return "stop"
         return "length" if request.num_tokens >= request.limit else None
@@ -188,7 +221,7 @@ class EngineCore:
         """Raise RequestRefused for what can't be served at all."""
         prompt, model = len(message.input_ids), self._model
         pool_tokens = self.cache.config.device_pages * self._geometry.page_size
-        if message.rid in self._requests:
+        if message.rid in self._requests or message.rid in self._grammars:
             raise RequestRefused(f"the request id {message.rid} is in use")
         if prompt < 1:
             raise RequestRefused("the prompt is empty")
@@ -207,9 +240,11 @@ class EngineCore:
         if message.lora:
             raise RequestRefused("this server has no LoRA adapters")
 
-    def _sampling_state(self, message: GenerateRequest) -> SamplingState:
+    def _sampling_state(self, message: GenerateRequest, grammar: GrammarState | None) -> SamplingState:
         model = self._model
-        return SamplingState(message.sampling, message.input_ids, model.eos_token_ids, model.vocab_size, message.top_logprobs)
+        return SamplingState(
+            message.sampling, message.input_ids, model.eos_token_ids, model.vocab_size, message.top_logprobs, grammar
+        )
 
     def _fail(self, request: Request, reason: str, status: int) -> RequestFailed:
         self._scheduler.remove(request)
@@ -245,6 +280,7 @@ class EngineCore:
 
     def close(self, persist_s: float) -> None:
         """Write down to the store what it lacks, for at most `persist_s` seconds, and release everything."""
+        self._grammars.close()
         self.cache.persist(persist_s)
         self.cache.close()
         if self._store is not None:

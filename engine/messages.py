@@ -19,6 +19,8 @@ __all__ = [
     "EngineReady",
     "FinishReason",
     "GenerateRequest",
+    "GrammarKind",
+    "GrammarSpec",
     "RequestFailed",
     "SamplingParams",
     "Shutdown",
@@ -32,6 +34,14 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length", "abort"]
+GrammarKind = Literal["json_schema", "regex", "ebnf"]
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """A grammar that an answer is held to. `source`: a JSON schema as text, a regular expression, or an EBNF (GBNF)."""
+
+    kind: GrammarKind
+    source: str
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -53,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     min_new_tokens: int = 0
+    grammar: GrammarSpec | None = None
 
 
 class GenerateRequest(msgspec.Struct, tag=True, frozen=True):

@@ -1,8 +1,9 @@
 """Turn logits into tokens, each sequence by its own parameters.
 
-Order: repetition penalty, frequency and presence penalties, bias, ban of end tokens (`min_new_tokens`), temperature, top_k,
-top_p of what top_k left, min_p relative to the likeliest. Then one number from the request's own generator picks a token by
-inverse of the cumulative distribution, so a seed gives the same tokens whatever else is in the batch.
+Order: repetition penalty, frequency and presence penalties, bias, ban of end tokens (`min_new_tokens`), the grammar's ban of
+what may not come next, temperature, top_k, top_p of what top_k left, min_p relative to the likeliest. Then one number from the
+request's own generator picks a token by inverse of the cumulative distribution, so a seed gives the same tokens whatever else
+is in the batch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hicache.errors import RequestRefused
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from engine.grammar import GrammarState
     from engine.messages import SamplingParams, TokenLogprobs
 
 __all__ = ["Sampled", "Sampler", "SamplingState"]
@@ -39,7 +41,7 @@ class SamplingState:
     prompt: token ids; only read. eos_ids: the model's end tokens. Raises RequestRefused for a bias outside the vocabulary.
     """
 
-    __slots__ = ("_banned", "_bias", "_counts", "_seen", "generated", "params", "rng", "top_logprobs")
+    __slots__ = ("_banned", "_bias", "_counts", "_seen", "generated", "grammar", "params", "rng", "top_logprobs")
 
     def __init__(
         self,
@@ -48,16 +50,19 @@ class SamplingState:
         eos_ids: Collection[int],
         vocab_size: int,
         top_logprobs: int | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         if any(not 0 <= token < vocab_size for token in params.logit_bias):
             raise RequestRefused(f"logit_bias names a token outside the vocabulary of {vocab_size}")
         self.params = params
         self.top_logprobs = top_logprobs
+        self.grammar = grammar
         self.rng = random.Random(params.seed)  # None seeds from the operating system
         self.generated = 0
         self._bias = _bias(params)
         ends = [token for token in {*eos_ids, *params.stop_token_ids} if 0 <= token < vocab_size]
-        self._banned = torch.tensor(sorted(ends)) if params.min_new_tokens and ends else None
+        bans = params.min_new_tokens > 0 and grammar is None  # a grammar alone says when an answer may end
+        self._banned = torch.tensor(sorted(ends)) if bans and ends else None
         self._seen: torch.Tensor | None = None
         if params.repetition_penalty != 1.0:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool)
@@ -73,11 +78,12 @@ class SamplingState:
             self._seen is not None
             or self._counts is not None
             or self._bias is not None
+            or self.grammar is not None
             or (self._banned is not None and self.generated < self.params.min_new_tokens)
         )
 
     def adjust(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply penalties, bias and bans to a copy of logits (vocab,)."""
+        """Apply penalties, bias, bans and the grammar to a copy of logits (vocab,)."""
         params, device = self.params, logits.device
         logits = logits.clone()
         if self._seen is not None:
@@ -92,11 +98,13 @@ class SamplingState:
             logits[tokens.to(device)] += values.to(device)
         if self._banned is not None and self.generated < params.min_new_tokens:
             logits[self._banned.to(device)] = -torch.inf
-        return logits
+        return logits if self.grammar is None else self.grammar.mask(logits)
 
     def record(self, token: int) -> None:
         """Remember a sampled token."""
         self.generated += 1
+        if self.grammar is not None:
+            self.grammar.advance(token)
         if self._seen is not None:
             self._seen[token] = True
         if self._counts is not None:

@@ -19,6 +19,8 @@ from hicache.errors import ConfigError, ModelRefused, RequestRefused
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from llguidance import LLTokenizer
+
 __all__ = ["KNOWN_MODELS", "Tokenizer", "load_tokenizer", "resolve_model"]
 
 log = logging.getLogger(__name__)
@@ -118,6 +120,15 @@ class Tokenizer:
         """Text of ids; what is not UTF-8 becomes U+FFFD."""
         text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
         return text
+
+    def for_grammars(self, eos_ids: Sequence[int]) -> LLTokenizer:
+        """The same vocabulary as the grammar library knows it; takes up to a second. Raises RequestRefused."""
+        import llguidance.hf  # only where a grammar is asked for
+
+        try:
+            return llguidance.hf.from_tokenizer(self._inner, eos_token=list(eos_ids))
+        except ValueError as error:
+            raise RequestRefused(f"this model's tokenizer can't be held to a grammar: {error}") from None
 
     def save(self, folder: Path) -> None:
         """Write the tokenizer to a model folder, in the Hugging Face format."""

@@ -6,11 +6,12 @@ OpenAI's bodies refuse what they don't know, and what this server can't do, by n
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from engine.messages import SamplingParams
+from engine.messages import GrammarSpec, SamplingParams
 
 __all__ = [
     "AbortBody",
@@ -33,6 +34,7 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Stops = Annotated[list[StopString], Field(max_length=MAX_STOPS)] | StopString | None
 Key = Annotated[str, Field(max_length=1024)]
+Source = Annotated[str, Field(max_length=1 << 20)]
 Priority = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
@@ -49,6 +51,26 @@ LogprobStart = Annotated[int, Field(ge=-1, le=INT32_MAX)]
 T = TypeVar("T")
 
 
+def _json_grammar(schema: str | dict[str, Any] | bool) -> GrammarSpec:
+    return GrammarSpec("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+def _grammar(
+    json_schema: str | dict[str, Any] | None, regex: str | None, ebnf: str | None, other: GrammarSpec | None = None
+) -> GrammarSpec | None:
+    """The one grammar among these, if there is any."""
+    found = [] if other is None else [other]
+    if json_schema is not None:
+        found.append(_json_grammar(json_schema))
+    if regex is not None:
+        found.append(GrammarSpec("regex", regex))
+    if ebnf is not None:
+        found.append(GrammarSpec("ebnf", ebnf))
+    if len(found) > 1:
+        raise ValueError("give at most one of response_format, json_schema, regex and ebnf")
+    return found[0] if found else None
+
+
 def as_stops(stop: list[str] | str | None) -> tuple[str, ...]:
     """Stop strings as a tuple."""
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -61,10 +83,40 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class ResponseFormat(BaseModel):
-    """Only plain text is served."""
+class JsonSchemaFormat(BaseModel):
+    """The schema of a `response_format`. It is always followed strictly."""
 
-    type: Literal["text"] = "text"
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What an answer must look like: any text, any JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchemaFormat | None = None
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """The grammar of the format, if it has one."""
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return _json_grammar({"type": "object"})
+            case "json_schema":
+                assert self.json_schema is not None, "the validator lets no schema be missing"
+                schema = self.json_schema.schema_
+                return _json_grammar({"type": "object"} if schema is None else schema)
+
+    @model_validator(mode="after")
+    def _schema_is_there(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema is missing")
+        return self
 
 
 class OpenAIBody(BaseModel):
@@ -95,9 +147,19 @@ class OpenAIBody(BaseModel):
     ignore_eos: bool = False
     stop_token_ids: list[TokenId] = []
     skip_special_tokens: bool = True
+    response_format: ResponseFormat | None = None
+    regex: Source | None = None
+    ebnf: Source | None = None
+    json_schema: Source | dict[str, Any] | None = None
     cache_salt: Key = ""
     extra_key: Key = ""
     priority: Priority = 0
+
+    @property
+    def grammar(self) -> GrammarSpec | None:
+        """What the answer is held to, if to anything."""
+        wanted = None if self.response_format is None else self.response_format.grammar
+        return _grammar(self.json_schema, self.regex, self.ebnf, wanted)
 
     @property
     def asked_tokens(self) -> int | None:
@@ -125,7 +187,13 @@ class OpenAIBody(BaseModel):
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias or {},
             min_new_tokens=self.min_tokens,
+            grammar=self.grammar,
         )
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> Self:
+        _ = self.grammar
+        return self
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> Self:
@@ -165,7 +233,6 @@ class ChatBody(OpenAIBody):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Any], Field(max_length=0, description="Tool calls are not served.")] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     store: bool | None = None
@@ -249,9 +316,9 @@ class NativeSampling(BaseModel):
     logit_bias: dict[TokenId, Bias] | None = None
     seed: Seed | None = None
     sampling_seed: Seed | None = None
-    regex: None = None
-    ebnf: None = None
-    json_schema: None = None
+    regex: Source | None = None
+    ebnf: Source | None = None
+    json_schema: Source | dict[str, Any] | None = None
 
     def sampling(self, max_new_tokens: int) -> SamplingParams:
         """How each sequence is sampled."""
@@ -269,7 +336,13 @@ class NativeSampling(BaseModel):
             repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias or {},
             min_new_tokens=self.min_new_tokens,
+            grammar=_grammar(self.json_schema, self.regex, self.ebnf),
         )
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> Self:
+        _ = _grammar(self.json_schema, self.regex, self.ebnf)
+        return self
 
 
 class GenerateBody(BaseModel):

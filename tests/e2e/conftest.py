@@ -18,12 +18,14 @@ import pytest
 from engine.config import ServeConfig
 from engine.tokenizer import Tokenizer, load_tokenizer, resolve_model
 from tests.http_server import http_server
+from tests.models import make_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
+ADMIN_KEY = "let-me-in"
 HICACHE = Path(sys.executable).with_name("hicache")
 
 
@@ -72,6 +74,36 @@ def server(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., ServerPr
 
     Each gets a free port, and the session's cache folder unless `env` says otherwise.
     """
+    yield from servers(tmp_path, model_cache)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of two layers with one token a byte: it starts and answers at once."""
+    return make_tiny_model("llama", tmp_path_factory.mktemp("tiny"), num_hidden_layers=2, max_position_embeddings=4096)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, model_cache: Path) -> Iterator[ServerProcess]:
+    """A server of the tiny model over three tiers, shared by all tests that change nothing for good."""
+    folder = tmp_path_factory.mktemp("server")
+    for start in servers(folder, model_cache):
+        yield start(*tiny_flags(tiny_model, folder / "store"))
+
+
+def tiny_flags(model: Path, store: Path) -> list[str]:
+    """Flags of a server of the tiny model."""
+    return [
+        "--model-path", str(model), "--served-model-name", "tiny", "--device", "cpu", "--page-size", "4",
+        "--max-total-tokens", "16384", "--enable-hierarchical-cache", "--enable-cache-report",
+        "--hicache-storage-backend", "lmdb", "--hicache-storage-dir", str(store), "--hicache-storage-size", "200MB",
+        "--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}', "--admin-api-key", ADMIN_KEY,
+        "--log-level", "debug",
+    ]  # fmt: skip
+
+
+def servers(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """Yield what starts servers; stop them afterwards."""
     started: list[ServerProcess] = []
 
     def start(*flags: str, env: Mapping[str, str] | None = None) -> ServerProcess:

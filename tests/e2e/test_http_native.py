@@ -114,7 +114,7 @@ def test_the_split_by_tier_is_there_if_asked(http):
         ({}, "either text or input_ids"),
         ({"text": "a", "input_ids": [1]}, "either text or input_ids"),
         ({"text": "a", "sampling_params": {"temprature": 1}}, "temprature"),
-        ({"text": "a", "sampling_params": {"regex": "a"}}, "regex"),
+        ({"text": "a", "sampling_params": {"regex": "a", "json_schema": "{}"}}, "at most one"),
         ({"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": ["a", "b"], "rid": ["x", "x"]}, "in use"),
         ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),

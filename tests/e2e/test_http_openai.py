@@ -231,7 +231,10 @@ def test_models_are_listed(client):
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
         ("chat/completions", {"messages": HI, "top_logprobs": 2}, "logprobs"),
         ("chat/completions", {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
-        ("chat/completions", {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"messages": HI, "response_format": {"type": "json_schema"}}, "json_schema"),
+        ("chat/completions", {"messages": HI, "response_format": {"type": "xml"}}, "response_format"),
+        ("chat/completions", {"messages": HI, "regex": "a", "ebnf": "b"}, "at most one"),
+        ("completions", {"prompt": "a", "response_format": {"type": "json_object"}, "regex": "a"}, "at most one"),
         ("chat/completions", {"messages": HI, "chat_template_kwargs": {"tokenize": True}}, "tokenize"),
     ],
 )

@@ -1,0 +1,157 @@
+"""Answers held to a grammar: a JSON schema, a regular expression or an EBNF decides which tokens may come next.
+
+A grammar is compiled by a thread of its own, since a large one takes up to a second; requests wait for it outside of the
+scheduler. What was compiled is kept and copied, so `n` answers, or the next request with the same schema, wait for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from hicache.errors import RequestRefused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from llguidance import LLTokenizer
+
+    from engine.messages import GenerateRequest, GrammarSpec
+    from engine.tokenizer import Tokenizer
+
+__all__ = ["Compiled", "GrammarState", "Grammars"]
+
+KEPT = 128
+"""Compiled grammars kept for later requests."""
+MAX_SOURCE_CHARS = 1 << 20
+WHITESPACE = r"(\n[ \t]{0,40}| )?"
+"""What may stand between two parts of a JSON text: without a bound, a weak model can go on with blanks for ever."""
+
+
+class GrammarState:
+    """Where one sequence stands in its grammar. Used by the loop's thread; a retracted request keeps it."""
+
+    __slots__ = ("_matcher",)
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing but the end may follow."""
+        return self._matcher.is_stopped()
+
+    def mask(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits (vocab,) with minus infinity for every token that may not come next."""
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = torch.zeros(logits.shape[0], dtype=torch.bool)
+        count = min(len(bits), logits.shape[0])
+        allowed[:count] = torch.from_numpy(bits[:count]).bool()
+        return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
+
+    def advance(self, token: int) -> None:
+        """Note a sampled token. One that may not follow ends the sequence (there is none: `mask` came before)."""
+        self._matcher.consume_token(token)
+
+
+class Compiled(NamedTuple):
+    """A waiting request whose grammar is done: `state`, or the reason why there is none."""
+
+    message: GenerateRequest
+    state: GrammarState | None
+    error: str | None
+
+
+class Grammars:
+    """Compiles the grammars of requests, and holds those requests until it is done. Owned by the loop's thread."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._ll: LLTokenizer | None = None  # made by the thread when it is first needed
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._kept: OrderedDict[GrammarSpec, Future[LLMatcher]] = OrderedDict()
+        self._waiting: dict[str, tuple[GenerateRequest, Future[LLMatcher]]] = {}
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._waiting
+
+    def submit(self, message: GenerateRequest) -> None:
+        """Let a request wait for its grammar."""
+        spec = message.sampling.grammar
+        assert spec is not None
+        future = self._kept.pop(spec, None)
+        if future is None:
+            future = self._thread.submit(self._compile, spec)
+        self._kept[spec] = future
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        self._waiting[message.rid] = (message, future)
+
+    def discard(self, rid: str) -> None:
+        """Let a request wait no longer, if it does."""
+        self._waiting.pop(rid, None)
+
+    def discard_all(self) -> list[str]:
+        """Let no request wait any longer; returns the ids of those that did."""
+        rids = list(self._waiting)
+        self._waiting.clear()
+        return rids
+
+    def take_ready(self) -> Iterator[Compiled]:
+        """Requests whose grammars are compiled, or can't be; they wait no longer."""
+        for rid, (message, future) in list(self._waiting.items()):
+            if not future.done():
+                continue
+            del self._waiting[rid]
+            error = future.exception()
+            if error is None:
+                yield Compiled(message, GrammarState(future.result().deep_copy()), None)
+            elif isinstance(error, RequestRefused):
+                yield Compiled(message, None, str(error))
+            else:
+                raise error
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _compile(self, spec: GrammarSpec) -> LLMatcher:
+        """Compile a grammar (the thread's work). Raises RequestRefused."""
+        if len(spec.source) > MAX_SOURCE_CHARS:
+            raise RequestRefused(f"a grammar has at most {MAX_SOURCE_CHARS} characters")
+        if self._ll is None:
+            self._ll = self._tokenizer.for_grammars(sorted(self._eos_ids))
+        matcher = LLMatcher(self._ll, _as_llguidance(spec), log_level=0)
+        if matcher.is_error():
+            raise RequestRefused(f"the {spec.kind} can't be used as a grammar: {_first_lines(matcher.get_error())}")
+        return matcher
+
+
+def _as_llguidance(spec: GrammarSpec) -> str:
+    """The library's own form of a grammar. Raises RequestRefused."""
+    try:
+        match spec.kind:
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(spec.source, overrides={"whitespace_pattern": WHITESPACE})
+            case "regex":
+                return LLMatcher.grammar_from_regex(spec.source)
+            case "ebnf":
+                return LLMatcher.grammar_from_lark(gbnf_to_lark(spec.source))
+    except (Exception, RecursionError) as error:  # the converter of EBNF raises plain Exceptions
+        raise RequestRefused(f"the {spec.kind} can't be read: {_first_lines(str(error))}") from None
+
+
+def _first_lines(text: str) -> str:
+    """An error in one line, without the parser's state."""
+    return " ".join(text.split("<state>")[0].split())[:300]
