@@ -100,6 +100,7 @@ def _in_flight(rig: Rig) -> None:
     for op in rig.unsettled:
         if isinstance(op, StoreOp):
             host_busy.update(op.ids.tolist())
+            assert (t.table.host_slots[op.ids] == op.slots).all(), "a page left the slot that a write to the store reads"
         elif isinstance(op, CopyOp):
             (device_busy if op.kind is OpKind.BACKUP else host_busy).update(op.ids.tolist())
             if op.kind is OpKind.LOAD_BACK:

@@ -128,7 +128,7 @@ class Rig:
     def open(self, tokens: list[int], salt: str = "", priority: int = 0) -> Client:
         """Open a lease, noting how long a hit in memory it found."""
         namespace = Namespace("m", cache_salt=salt)
-        root = self.cache._chain.root(namespace)
+        root = self.cache._t.chain.root(namespace)
         self.salts[root] = salt
         limit = (len(tokens) - 1) // self.page_size
         there = self.resident().get(salt, {})

@@ -28,7 +28,7 @@ QUICK = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
 LONG = settings(QUICK, max_examples=50 * QUICK.max_examples)
-WITH_LMDB = settings(QUICK, max_examples=15)
+WITH_LMDB = settings(QUICK, max_examples=6)
 
 PREFETCHES = st.builds(
     PrefetchConfig,
@@ -102,9 +102,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     # ---- requests
 
-    @rule(shape=SHAPES, tail=TAILS, salt=st.sampled_from(["", "", "", "salt"]), priority=st.integers(0, 2))
-    def open_new(self, shape: list[int], tail: list[int], salt: str, priority: int) -> None:
-        self._open(self._tokens(shape, tail), salt, priority)
+    @rule(
+        shape=SHAPES,
+        tail=TAILS,
+        salt=st.sampled_from(["", "", "", "salt"]),
+        priority=st.integers(0, 2),
+        twins=st.sampled_from([1, 1, 2]),
+    )
+    def open_new(self, shape: list[int], tail: list[int], salt: str, priority: int, twins: int) -> None:
+        for _ in range(twins):
+            self._open(self._tokens(shape, tail), salt, priority)
 
     @precondition(lambda self: self.finished)
     @rule(data=st.data(), more=st.lists(st.integers(0, 2), min_size=1, max_size=6))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hicache.config import CacheConfig, PrefetchConfig
+from hicache.errors import CacheClosed
+from hicache.keys import Namespace
 from hicache.lease import LeaseState
 from hicache.transfer.operation import OpKind
 from storage.memory import MemoryStore
@@ -129,3 +131,185 @@ def test_copies_that_always_fail_hold_up_nobody(write_policy: str) -> None:
         assert client.computed == 5
         rig.cache.release(client.lease)
         recount(rig, [])
+
+
+def loading(prompt: list[int]) -> tuple[Rig, Client, Client]:
+    """A request that computes a prompt while its pages, come from disk meanwhile, are loaded back for another one."""
+    store = MemoryStore(1 << 20)
+    serve(rig_of(store), prompt)
+    rig = rig_of(store, device_pages=32)
+    running = rig.open(prompt)
+    assert rig.cache.admit(running.lease, 0)
+    waiting = rig.open(prompt)
+    for kind in (OpKind.PROBE, OpKind.PREFETCH):
+        for op in [op for op in rig.pending if op.kind is kind]:
+            rig.complete(op)
+        rig.poll()
+    assert rig.cache.admit(waiting.lease, 0)
+    assert waiting.lease.state is LeaseState.LOADING
+    return rig, running, waiting
+
+
+def test_pages_being_loaded_for_another_are_adopted_only_when_they_have_landed() -> None:
+    rig, running, waiting = loading(list(range(9)))
+    assert rig.compute(running, 4)
+    assert running.lease.shared == 0
+    recount(rig, [running, waiting])
+    rig.complete(only(rig, OpKind.LOAD_BACK))
+    rig.poll()
+    assert rig.compute(running, 5)
+    assert running.lease.shared == 9
+    assert running.lease.slots[:8].tolist() == waiting.lease.slots[:8].tolist()
+    recount(rig, [running, waiting])
+
+
+def test_pages_being_loaded_for_another_are_not_loaded_twice() -> None:
+    rig, running, waiting = loading(list(range(9)))
+    third = rig.open([*range(9), 7])
+    assert rig.cache.awaits_load(third.lease)
+    assert not rig.cache.admit(third.lease, 0)
+    rig.complete(only(rig, OpKind.LOAD_BACK))
+    rig.poll()
+    assert not rig.cache.awaits_load(third.lease)
+    assert rig.cache.admit(third.lease, 0)
+    assert third.lease.cached == 8
+    recount(rig, [running, waiting, third])
+
+
+def test_a_load_that_fails_is_recomputed_and_counted() -> None:
+    rig, running, waiting = loading(list(range(9)))
+    rig.fail(only(rig, OpKind.LOAD_BACK))
+    rig.poll()
+    assert waiting.lease.state is LeaseState.ACTIVE
+    assert (waiting.lease.cached, waiting.lease.hits.total) == (0, 0)
+    assert value(rig, "recomputed_hit_tokens_total", reason="load_failed") == 8
+    recount(rig, [running, waiting])
+
+
+def test_a_request_aborted_while_loading_leaves_its_pages_to_the_next() -> None:
+    rig, running, waiting = loading(list(range(9)))
+    rig.cache.release(waiting.lease)
+    recount(rig, [running])
+    rig.complete(only(rig, OpKind.LOAD_BACK))
+    rig.poll()
+    recount(rig, [running])
+    again = rig.open(list(range(9)))
+    assert again.at_arrival == (8, 0)
+
+
+def test_aborting_a_waiting_request_gives_its_quota_back() -> None:
+    store = MemoryStore(1 << 20)
+    serve(rig_of(store), list(range(9)))
+    rig = rig_of(store)
+    for _ in range(3):
+        waiting = rig.open(list(range(9)))
+        rig.complete(only(rig, OpKind.PROBE))
+        rig.poll()
+        assert rig.cache._prefetcher.quota_used == 8
+        rig.cache.release(waiting.lease)
+        assert rig.cache._prefetcher.quota_used == 0
+        rig.settle()
+        recount(rig, [])
+
+
+def test_a_mirror_that_is_being_stored_keeps_its_host_slot() -> None:
+    rig = rig_of(MemoryStore(1 << 20), host_pages=2)
+    first = active(rig, [1, 2, 3])
+    assert rig.compute(first, 2)
+    rig.complete(only(rig, OpKind.BACKUP))
+    rig.poll()
+    assert only(rig, OpKind.STORE)
+    assert rig.compute(first, 1)
+    assert [op.kind for op in rig.pending] == [OpKind.STORE]
+    assert value(rig, "dropped_pages_total", reason="backup_declined") == 1
+    recount(rig, [first])
+
+
+def test_mirrors_make_room_when_the_host_pool_is_the_smaller_one() -> None:
+    rig = rig_of(device_pages=16, host_pages=4)
+    for first in range(4):
+        serve(rig, [first, 8, 9, 9])
+    assert value(rig, "transfer_pages_total", op="backup") == 16
+    assert value(rig, "dropped_pages_total", reason="backup_declined") == 0
+
+
+def test_each_hit_counts_for_the_tier_its_page_was_in_at_arrival() -> None:
+    store = MemoryStore(1 << 20)
+    serve(rig_of(store), list(range(9)))
+    rig = rig_of(store)
+    first = serve(rig, list(range(9)))
+    assert first.lease.hits == (0, 0, 8)
+    second = serve(rig, list(range(9)))
+    assert second.lease.hits == (8, 0, 0)
+    tiers = {tier: value(rig, "hit_tokens_total", tier=tier) for tier in ("device", "host", "disk")}
+    assert tiers == {"device": 8, "host": 0, "disk": 8}
+    assert value(rig, "lookup_tokens_total") == 18
+    assert value(rig, "miss_tokens_total") == 2
+
+
+def test_a_flipped_bit_on_disk_ends_the_hit_there_and_the_page_is_stored_again() -> None:
+    class Flip:
+        count = 0
+
+        def after_read(self, payload: memoryview, got_bytes: int) -> int:
+            self.count += 1
+            payload[0] ^= self.count == 4
+            return got_bytes
+
+    store = MemoryStore(1 << 20, medium=Flip())
+    serve(rig_of(store), list(range(9)))
+    rig = rig_of(store)
+    assert serve(rig, list(range(9))).lease.cached == 3
+    assert value(rig, "store_errors_total", kind="get_corrupt") == 1
+    assert serve(rig_of(store), list(range(9))).lease.cached == 8
+
+
+def test_a_salt_separates_in_every_tier() -> None:
+    store = MemoryStore(1 << 20)
+    rig = rig_of(store)
+    serve(rig, list(range(9)), "a")
+    for salt in ("", "b"):
+        assert serve(rig, list(range(9)), salt).lease.cached == 0
+    rig = rig_of(store)
+    for salt in ("c", "a"):
+        assert serve(rig, list(range(9)), salt).lease.cached == (8 if salt == "a" else 0)
+
+
+def test_a_closed_cache_opens_nothing_and_can_be_closed_again() -> None:
+    rig = rig_of(MemoryStore(1 << 20))
+    serve(rig, [1, 2, 3])
+    rig.cache.close()
+    rig.cache.close()
+    with pytest.raises(CacheClosed):
+        rig.cache.open([1], Namespace("m"))
+
+
+def test_close_settles_what_a_waiting_request_had_in_flight() -> None:
+    store = MemoryStore(1 << 20)
+    serve(rig_of(store), list(range(9)))
+    rig = rig_of(store)
+    waiting = rig.open(list(range(9)))
+    rig.cache.close()
+    assert rig.cache.in_flight == 0
+    rig.cache.release(waiting.lease)
+    assert rig.cache._t.host.owned == rig.cache._t.tree.host_only_pages
+
+
+def test_release_is_idempotent_and_a_released_lease_stays_so() -> None:
+    rig = rig_of()
+    client = active(rig, [1, 2, 3])
+    rig.cache.release(client.lease)
+    rig.cache.release(client.lease)
+    assert client.lease.state is LeaseState.RELEASED
+    recount(rig, [])
+
+
+def test_without_reuse_every_prompt_is_computed_anew() -> None:
+    rig = rig_of(reuse=False)
+    for _ in range(2):
+        client = active(rig, [1, 2, 3])
+        assert client.lease.cached == 0
+        assert rig.compute(client, 3)
+        rig.cache.release(client.lease)
+    assert rig.resident() == {}
+    assert (value(rig, "lookup_tokens_total"), value(rig, "miss_tokens_total")) == (6, 6)
