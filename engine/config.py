@@ -121,6 +121,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     admin_api_key: Annotated[str | None, _about("Bearer token for admin endpoints, which are then closed to all others.")] = (
         None
     )
+    tool_call_parser: Annotated[
+        Literal["auto", "hermes", "llama3", "none"],
+        _about("Format of tool calls in answers; auto: the one that the chat template teaches."),
+    ] = "auto"
     drain_timeout: Annotated[
         float, Meta(ge=0), _about("Seconds that running requests get to finish after SIGTERM; then they are cut off.")
     ] = 5.0

@@ -88,6 +88,7 @@ class Tokenizer:
         self.vocab_size: int = len(inner)
         self.eos_token_id: int | None = inner.eos_token_id
         self.has_chat_template: bool = bool(inner.chat_template)
+        self.chat_template = _template_text(inner.chat_template)
         self._special = frozenset(int(i) for i in inner.all_special_ids)
         self.token_bytes = functools.lru_cache(maxsize=65536)(self._token_bytes)
 
@@ -96,7 +97,7 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=True)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, str]], *, options: Mapping[str, Any], continue_final_message: bool
+        self, messages: Sequence[Mapping[str, Any]], *, options: Mapping[str, Any], continue_final_message: bool
     ) -> list[int]:
         """Ids of a chat through the model's template, up to where the assistant goes on. Raises RequestRefused.
 
@@ -155,6 +156,11 @@ class Tokenizer:
         if "\ufffd" in text and all(char in table for char in piece):
             return bytes(table[char] for char in piece)
         return text.encode()
+
+
+def _template_text(template: str | dict[str, str] | None) -> str:
+    """A chat template's text; of all where there are several."""
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
 
 
 @functools.cache

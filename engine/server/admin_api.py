@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from engine.client import EngineError
-from engine.server.openai_api import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
+from engine.server.depends import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
 from engine.server.responses import json_response
 
 __all__ = ["router"]

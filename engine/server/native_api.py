@@ -13,13 +13,20 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from engine.messages import GenerateRequest, SamplingParams
+from engine.server.depends import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
 from engine.server.errors import ApiError
 from engine.server.logprobs import native_input_logprobs, native_logprobs, native_top_logprobs
-from engine.server.openai_api import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
+from engine.server.native_schemas import (  # noqa: TC001 - FastAPI reads the annotations
+    AbortBody,
+    DetokenizeBody,
+    GenerateBody,
+    NativeSampling,
+    TokenizeBody,
+)
 from engine.server.responses import json_response
-from engine.server.schemas import AbortBody, DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody, as_stops
 from engine.server.service import Answer, Job, Service, collect, merge
 from engine.server.streaming import EventStream, primed, unless_gone
+from engine.server.values import as_stops
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

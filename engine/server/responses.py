@@ -12,6 +12,7 @@ from starlette.responses import Response
 from engine.messages import CachedTokens  # noqa: TC001 - msgspec reads the annotation
 
 __all__ = [
+    "CalledTool",
     "ChatChoice",
     "ChatChunk",
     "ChatChunkChoice",
@@ -26,6 +27,7 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "PromptDetails",
+    "ToolCallItem",
     "TopLogprob",
     "Usage",
     "json_response",
@@ -90,12 +92,29 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
-class Message(msgspec.Struct, frozen=True):
-    """The assistant's message."""
+class CalledTool(msgspec.Struct, frozen=True):
+    """The function of a call; arguments are JSON text."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class ToolCallItem(msgspec.Struct, frozen=True):
+    """A call in an answer. `index` counts an answer's calls in a stream."""
+
+    id: str
+    function: CalledTool
+    index: int | UnsetType = UNSET
+    type: Literal["function"] = "function"
+
+
+class Message(msgspec.Struct, frozen=True):
+    """The assistant's message; without content if it is nothing but calls."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCallItem] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -124,6 +143,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallItem] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

@@ -1,0 +1,21 @@
+"""What endpoints need of the application they belong to."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from engine.server.service import Service
+
+__all__ = ["ServiceDep", "get_service"]
+
+
+def get_service(request: Request) -> Service:
+    """The service of the app that the request came to."""
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+ServiceDep = Annotated[Service, Depends(get_service)]
