@@ -308,8 +308,9 @@ class HiCache:
         if self._t.copier is not None:
             self._t.copier.close()
         self._mover.drain()
-        if self._t.worker is not None:
-            self._t.worker.close()
+        worker, self._t.worker = self._t.worker, None  # a probe that ends now starts no read
+        if worker is not None:
+            worker.close()
         self._mover.drain()
 
     # ---- helpers

@@ -105,7 +105,7 @@ class Mover:
             t.metrics.dropped_pages.labels("backup_failed").inc(len(ids))
             return
         t.land_on_host(ids, slots)
-        if refs and t.worker is not None:
+        if refs and t.worker is not None and not t.store_stalls:  # what waits for a store holds host slots
             self._store(ids, refs)
 
     def store(self, node: Node, first: int, ids: Ids) -> None:

@@ -58,7 +58,7 @@ class Prefetcher:
 
         def found(op: ProbeOp) -> None:
             prefetch.probe = None
-            if not prefetch.broken and op.found * t.geometry.page_size >= config.threshold_tokens:
+            if not prefetch.broken and t.worker is not None and op.found * t.geometry.page_size >= config.threshold_tokens:
                 self._read(lease, prefetch, [parent, *keys[: op.found]])
 
         prefetch.probe = self._mover.probe(keys, found)

@@ -84,16 +84,19 @@ class Reclaimer:
 
     def _demote_until(self, enough: Callable[[], bool], need: int) -> None:
         """Demote leaves in eviction order, copying where needed and possible; pass over what can't be copied now."""
-        stuck: set[Node] = set()
+        may_go = self._device_idle
         while not enough():
-            node = self._t.tree.device_order.pick(lambda node: node not in stuck and self._device_idle(node))
+            node = self._t.tree.device_order.pick(may_go)
             if node is None:
                 return
             if not self._demote(node, need - self._t.device.free - self._t.coming_device):
-                stuck.add(node)
+                may_go = self._goes_uncopied  # the host has no room for any other either
 
     def _device_idle(self, node: Node) -> bool:
         return not self._t.table.device_busy[node.pages[node.device_len - 1]]
+
+    def _goes_uncopied(self, node: Node) -> bool:
+        return self._device_idle(node) and self._fate(node, node.device_len - 1) is not _Fate.COPY
 
     def _demote(self, node: Node, most: int) -> bool:
         """Let a run of pages at the end of the node's device part go, all by the same way; False if they must wait."""
@@ -212,16 +215,20 @@ class Reclaimer:
     def _host_idle(self, node: Node) -> bool:
         return not self._t.table.host_busy[node.pages[-1]]
 
+    def _disk_state(self, page: int) -> tuple[int, bool]:
+        """Whether the store has a page, and whether it was used often enough to go there."""
+        return self._t.table.store[page], self._t.table.hit[page] >= self._t.rules.store_hits
+
     def _demote_from_host(self, node: Node, most: int) -> None:
         """Let a run of host-only pages at the end of a leaf go: to the store if it may not have them, else for good."""
         t = self._t
         pages, end = node.pages, len(node.pages)
         idle = t.idle_tail(t.table.host_busy, pages, end, max(1, min(most, node.host_len)))
-        state = t.table.store[pages[end - 1]]
+        state, admitted = self._disk_state(pages[end - 1])
         count = 1
-        while count < idle and t.table.store[pages[end - 1 - count]] == state:
+        while count < idle and self._disk_state(pages[end - 1 - count]) == (state, admitted):
             count += 1
-        if t.worker is not None and state == NOT_STORED and not t.store_stalls:
+        if t.worker is not None and state == NOT_STORED and admitted and not t.store_stalls:
             self._mover.store(node, end - count, as_ids(pages[end - count :]))
             return
         if t.worker is not None and state != STORED:

@@ -313,3 +313,33 @@ def test_without_reuse_every_prompt_is_computed_anew() -> None:
         rig.cache.release(client.lease)
     assert rig.resident() == {}
     assert (value(rig, "lookup_tokens_total"), value(rig, "miss_tokens_total")) == (6, 6)
+
+
+def test_nothing_more_is_queued_for_a_store_that_stalls() -> None:
+    rig = rig_of(MemoryStore(1 << 20), device_pages=16, host_pages=4)
+    first = active(rig, [1, 2, 3, 4, 5, 6])
+    assert rig.compute(first, 1)
+    rig.complete(only(rig, OpKind.BACKUP))
+    rig.poll()
+    stalled = only(rig, OpKind.STORE)
+    stalled.started_s -= 100
+    for _ in range(5):
+        assert rig.compute(first, 1)
+        rig.complete(only(rig, OpKind.BACKUP))
+        rig.poll()
+    assert [op for op in rig.pending if op.kind is OpKind.STORE] == [stalled]
+    assert value(rig, "dropped_pages_total", reason="backup_declined") == 0
+    recount(rig, [first])
+
+
+def test_a_full_host_is_asked_once_for_room_not_once_a_leaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rig_of(device_pages=200, host_pages=2, write_policy="write_back", watermark_low=0.0, watermark_high=0.0)
+    for first in range(200):
+        serve(rig, [first])
+    held = rig.cache._t.host.take(2)
+    looked: list[object] = []
+    idle = rig.cache._reclaimer._device_idle
+    monkeypatch.setattr(rig.cache._reclaimer, "_device_idle", lambda node: looked.append(node) or idle(node))
+    assert rig.cache._reclaimer.device_room(3)
+    assert len(looked) <= 3 * 200
+    rig.cache._t.host.give(held)
