@@ -18,7 +18,7 @@ import yaml
 from msgspec import Meta
 
 from engine.schedule_policy import SchedulePolicyName
-from hicache.config import EvictionPolicy, PrefetchConfig, PrefetchPolicy, WritePolicy
+from hicache.config import EvictionPolicy, PrefetchConfig, PrefetchPolicy, StorageAdmission, WritePolicy
 from hicache.errors import ConfigError
 from hicache.keys import tenant_name
 
@@ -113,6 +113,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Literal["none", "batch", "always"],
         _about("When writes are made durable: at close (none), now and then (batch), each (always)."),
     ] = "batch"
+    hicache_storage_admission: Annotated[
+        StorageAdmission, _about("Which pages go to disk: all, or those asked for twice (second-sight), to spare the SSD.")
+    ] = "all"
     hicache_hash_algo: Annotated[
         Literal["xxh3_128", "sha256"], _about("Hash of the page keys; sha256 resists deliberate collisions by itself.")
     ] = "xxh3_128"

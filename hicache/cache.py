@@ -18,13 +18,15 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
 from prometheus_client.core import GaugeMetricFamily
 
-from hicache.errors import CacheClosed
+from hicache.errors import CacheClosed, ConfigError
+from hicache.eviction import SHARED, SUPERSEDED
 from hicache.keys import KeyChain
 from hicache.lease import Lease, LeaseState
 from hicache.metrics import CacheMetrics, TierHits
@@ -61,6 +63,16 @@ def _runs(mask: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
         yield first, end - first
 
 
+def _worker_of(
+    make_worker: Callable[[PageStore, HostPool, SimpleQueue[Operation]], StoreRunner],
+    host: HostPool | None,
+    completions: SimpleQueue[Operation],
+    store: PageStore,
+) -> StoreRunner:
+    assert host is not None, "a store needs a host pool"
+    return make_worker(store, host, completions)
+
+
 class HiCache:
     """A hierarchical KV cache over a device pool, an optional host pool and an optional page store.
 
@@ -89,11 +101,11 @@ class HiCache:
         self.config = config
         self.geometry = geometry
         self.metrics = CacheMetrics(self._gauges, clock)
-        self._chain = KeyChain(config.hash_algo, store.secret if store is not None else secret, geometry.page_size)
+        chain = KeyChain(config.hash_algo, store.secret if store is not None else secret, geometry.page_size)
         self._t = Tiers(
             config=config,
             geometry=geometry,
-            chain=self._chain,
+            chain=chain,
             metrics=self.metrics,
             copier=make_copier(completions) if make_copier is not None else None,
             completions=completions,
@@ -105,6 +117,7 @@ class HiCache:
         self._reclaimer = Reclaimer(self._t, self._mover)
         self._prefetcher = Prefetcher(self._t, self._mover, self._reclaimer)
         self._labels = {"page_size": str(geometry.page_size), "dtype": geometry.dtype, **(labels or {})}
+        self._make_worker = partial(_worker_of, make_worker, host, completions)
         self._closed = False
 
     # ---- a request
@@ -120,13 +133,11 @@ class HiCache:
             raise CacheClosed("the cache is closed")
         root = self._t.hold_root(namespace, self._labels)
         data = bytearray(np.asarray(tokens, np.int32).tobytes())
-        lease = Lease(
-            root=root, tokens=data, prompt_tokens=len(tokens), priority=priority, max_cached_tokens=max_cached_tokens
-        )
+        lease = Lease(root=root, tokens=data, prompt_tokens=len(tokens), priority=priority, max_cached_tokens=max_cached_tokens)
         if self.config.reuse:
             match = self._match(lease)
-            match = match._replace(node=self._ends_at(match))  # what lies behind it was not used
-            self._t.tree.touch(match.node, priority)
+            behind, match = match.node, match._replace(node=self._ends_at(match))  # what lies behind it was not used
+            self._t.tree.touch(match.node, priority, group=self._sight(lease, match.node, behind))
             lease.found = (match.device, match.pages - match.device, 0)
             self._prefetcher.begin(lease, match, self._limit_pages(lease))
         return lease
@@ -217,7 +228,7 @@ class HiCache:
         t = self._t
         self._prefetcher.stop(lease)
         if lease.node is not None:
-            t.tree.touch(lease.node, lease.priority, hits=0)
+            t.tree.touch(lease.node, lease.priority, hits=0, group=lease.group)
             t.tree.unpin(lease.node)
             lease.node = None
         t.device.give(lease.cut_slots(lease.shared))
@@ -285,6 +296,39 @@ class HiCache:
             self.wait(0.05)
             self._mover.drain()
 
+    # ---- another store
+
+    def check_attachable(self) -> None:
+        """Raise ConfigError if `attach` can't work now."""
+        t = self._t
+        if self.config.host_pages == 0:
+            raise ConfigError("a storage backend needs a host pool; start with --enable-hierarchical-cache")
+        if t.worker is not None:
+            raise ConfigError("a storage backend is attached already")
+        if t.in_flight > t.copying:
+            raise ConfigError("operations of the last storage backend have not ended yet; try again")
+
+    def attach(self, store: PageStore) -> None:
+        """Put a store below the host, on a running cache. The store stays the caller's to close. Raises ConfigError."""
+        self.check_attachable()
+        t = self._t
+        t.rekey(KeyChain(self.config.hash_algo, store.secret, self.geometry.page_size))
+        t.worker = self._make_worker(store)
+
+    def detach(self) -> StoreRunner:
+        """Go on without the store; the caller closes the returned worker (which may block), then the store.
+
+        Operations in flight end as they would, but pages that land are not taken. Raises ConfigError without a store.
+        """
+        worker, self._t.worker = self._t.worker, None
+        if worker is None:
+            raise ConfigError("no storage backend is attached")
+        return worker
+
+    def forget_stored(self) -> None:
+        """Take it that the store has none of the pages in memory (it was cleared)."""
+        self._t.forget_stored()
+
     def stats(self) -> dict[str, object]:
         """Every metric by name, as plain numbers, for `/cache/stats`."""
         out: dict[str, object] = {}
@@ -314,6 +358,22 @@ class HiCache:
         self._mover.drain()
 
     # ---- helpers
+
+    def _sight(self, lease: Lease, lease_end: Node, behind: Node) -> int:
+        """Let the ghosts know of a request; returns the group of what the tree has of its path.
+
+        behind: the node that `lease_end`, the last one it found, was split from.
+        """
+        t = self._t
+        if t.ghosts is None:
+            return 0
+        t.tree.now = int(t.clock() * 1e6)
+        sighting = t.ghosts.see(bytes(lease.root.hashes), lease.tokens, self._limit_pages(lease), t.tree.now)
+        lease.group = sighting.group
+        lease.counts = sighting.counts
+        if sighting.goes_on and behind is not lease_end and behind.children is None and len(behind.pages) == 1:
+            t.tree.regroup(behind, SUPERSEDED)
+        return SHARED if sighting.branches else sighting.group
 
     def _limit_pages(self, lease: Lease) -> int:
         """Pages that may be reused: at least the last token is computed, since its logits are needed."""
@@ -436,15 +496,25 @@ class HiCache:
         assert lease.node is not None
         pages = t.table.new(full - lease.shared)
         ids = as_ids(pages)
-        t.table.hits[ids] = 1
+        t.table.hits[ids] = hits = self._seen_before(lease, full)
         t.land_on_device(ids, lease.slots[lease.shared : full].copy())
         tokens = lease.tokens[lease.shared * page : full * page]
         node = t.tree.grow(lease.node, tokens, pages, on_device=True, priority=lease.priority)
         lease.shared = full
         if node is not lease.node:
             self._move_pin(lease, node)
-        if t.rules.backup_hits == 1:
-            self._back_up(node, len(node.pages) - len(ids), ids)
+        threshold = t.rules.backup_hits
+        if threshold is not None and hits[0] >= threshold:
+            often = ids[hits >= threshold]  # the front: who uses a page uses all before it
+            self._back_up(node, len(node.pages) - len(ids), often)
+
+    def _seen_before(self, lease: Lease, full: int) -> Ids:
+        """How often pages [shared, full) of a lease were used, now included."""
+        hits = np.ones(full - lease.shared, np.int32)
+        if lease.counts is not None:
+            known = lease.counts[lease.shared : full]
+            hits[: len(known)] = known
+        return hits
 
     def _move_pin(self, lease: Lease, node: Node) -> None:
         assert lease.node is not None
@@ -490,7 +560,7 @@ class HiCache:
         table = self._t.table
         ids = as_ids(node.pages)
         idle = (table.device_busys.take(ids) == 0) & (table.host_busys.take(ids) == 0)
-        fresh = (table.stored.take(ids) == NOT_STORED) & idle
+        fresh = (table.stored.take(ids) == NOT_STORED) & idle & (table.hits.take(ids) >= self._t.rules.store_hits)
         on_host = table.host_slots.take(ids) != NOWHERE
         for at, count in _runs(fresh & on_host):
             self._mover.store(node, at, ids[at : at + count])

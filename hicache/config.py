@@ -14,12 +14,14 @@ __all__ = [
     "EvictionPolicy",
     "PrefetchConfig",
     "PrefetchPolicy",
+    "StorageAdmission",
     "WritePolicy",
 ]
 
 WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
-EvictionPolicy = Literal["lru", "lfu", "slru", "fifo", "priority"]
+StorageAdmission = Literal["all", "second-sight"]
+EvictionPolicy = Literal["lru", "lfu", "slru", "fifo", "priority", "adaptive"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class CacheConfig:
 
     reuse: False computes every prompt anew (`--disable-radix-cache`).
     watermark_low, watermark_high: shares of a pool; write_back demotes in the background when fewer than `low` slots are
-    free, until `high` are. hit_threshold: hits at which write_through_selective backs a page up.
+    free, until `high` are. hit_threshold: hits at which write_through_selective backs a page up. storage_admission: which pages
+    go to disk; second-sight: those asked for twice or more.
     """
 
     device_pages: int
@@ -68,6 +71,7 @@ class CacheConfig:
     eviction: EvictionPolicy = "lru"
     prefetch: PrefetchConfig = PrefetchConfig()
     hit_threshold: int = 2
+    storage_admission: StorageAdmission = "all"
     watermark_low: float = 0.05
     watermark_high: float = 0.10
     hash_algo: str = "xxh3_128"
@@ -77,7 +81,8 @@ class CacheConfig:
             raise ConfigError(f"the device pool needs at least 1 page, not {self.device_pages}")
         if self.host_pages < 0:
             raise ConfigError(f"host pages can't be negative: {self.host_pages}")
-        for name, choices in (("write_policy", WritePolicy), ("eviction", EvictionPolicy)):
+        literals = {"write_policy": WritePolicy, "eviction": EvictionPolicy, "storage_admission": StorageAdmission}
+        for name, choices in literals.items():
             if getattr(self, name) not in get_args(choices):
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)}")
         if self.hash_algo not in HASH_ALGOS:

@@ -25,10 +25,10 @@ from hicache.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["POLICIES", "SHARED", "EvictionOrder", "LeafOrder", "Policy", "Usage"]
+__all__ = ["POLICIES", "SHARED", "SUPERSEDED", "EvictionOrder", "LeafOrder", "Policy", "Usage"]
 
-SHARED = 8
-"""Group of a prefix that requests branched off from."""
+SHARED, SUPERSEDED = -1, -2
+"""Groups of a prefix that requests branched off from, and of the last page of a turn that was gone on from otherwise."""
 
 L = TypeVar("L")
 

@@ -62,6 +62,8 @@ class Lease:
     tokens: prompt and generated tokens so far, int32 little-endian. prompt_tokens: how many of them came with the request.
     slots[:num_slots]: device slots, page i holding positions [i * page_size, (i + 1) * page_size); the first `shared` are the
     tree's and pinned through `node`, the others belong to this lease alone.
+    group: what kind of request it is, to the eviction policy. counts: how often each page of its prompt was asked for, if
+    ghosts are kept.
     cached: tokens that need no computing, known once ACTIVE. hits: the same by tier at arrival (first admission only).
     found: pages that were (device, host, disk) when the request arrived.
     max_cached_tokens: reuse ends there, since the engine wants to compute what follows.
@@ -71,6 +73,8 @@ class Lease:
     tokens: bytearray
     prompt_tokens: int
     priority: int = 0
+    group: int = 0
+    counts: npt.NDArray[np.int32] | None = None
     state: LeaseState = LeaseState.WAITING
     node: Node | None = None
     shared: int = 0

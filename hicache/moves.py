@@ -67,7 +67,9 @@ class Mover:
     def _copy_down(self, node: Node, first: int, ids: Ids, slots: Ids, landed: Callable[[Operation], None]) -> None:
         t = self._t
         assert t.copier is not None
-        refs = t.refs(node, first, len(ids)) if t.worker is not None and t.rules.stores_at_once else []
+        at_once = t.worker is not None and t.rules.stores_at_once
+        admitted = int((t.table.hits.take(ids) >= t.rules.store_hits).sum()) if at_once else 0  # the front: see `hits`
+        refs = t.refs(node, first, admitted) if admitted else []
 
         def ended(op: Operation) -> None:
             self._backed_up(ids, slots, refs, op)
@@ -106,7 +108,7 @@ class Mover:
             return
         t.land_on_host(ids, slots)
         if refs and t.worker is not None and not t.store_stalls:  # what waits for a store holds host slots
-            self._store(ids, refs)
+            self._store(ids[: len(refs)], refs)
 
     def store(self, node: Node, first: int, ids: Ids) -> None:
         """Write host pages of `node`, the first of them at index `first`, to the store, so that they can leave the host."""
@@ -127,7 +129,7 @@ class Mover:
         t.coming_host += coming
         slots = t.table.host_slots.take(ids)
         store_op = StoreOp(
-            kind=OpKind.STORE, on_end=ended, ids=ids, slots=slots, refs=refs, namespace=t.namespaces[refs[0].namespace]
+            kind=OpKind.STORE, on_end=ended, ids=ids, slots=slots, refs=refs, namespace=t.namespaces[refs[0].namespace].info
         )
         t.storing[store_op] = None
         t.worker.submit(store_op)

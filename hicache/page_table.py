@@ -31,7 +31,8 @@ class PageTable:
     device_busy, host_busy: operations in flight that read the page's copy in that tier; such a copy is never a victim.
     loading: 1 while a load-back of the page is in flight.
     stored: whether the disk store has acknowledged the page: NOT_STORED, STORED, or REFUSED when it would not take it.
-    hits: how often a request reused the page (kept while it is in memory).
+    hits: how often requests used the page, its computation included (kept while it is in memory; longer by ghosts). Never more
+    often than the page before it.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hicache.eviction import EvictionOrder, Usage
+from hicache.eviction import SHARED, EvictionOrder, LeafOrder, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
@@ -93,17 +93,26 @@ class RadixTree:
     The caller owns tiers and table: the tree is told what moved (`promote`, `demote`, `truncate`) and never moves anything.
     """
 
-    def __init__(self, page_size: int, policy: str = "lru", key_bytes: int = 16) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        policy: str = "lru",
+        key_bytes: int = 16,
+        make_order: Callable[[], LeafOrder[Node]] | None = None,
+    ) -> None:
+        """Build an empty tree. make_order: makes each tier's order where no plain policy will do."""
         self.key_bytes = key_bytes  # of a page key, not of its tokens
         self.page_size = page_size
         self.page_key_bytes = 4 * page_size
         self.roots: dict[bytes, Node] = {}
-        self.device_order: EvictionOrder[Node] = EvictionOrder(policy)
-        self.host_order: EvictionOrder[Node] = EvictionOrder(policy)
+        make = make_order or (lambda: EvictionOrder(policy))
+        self.device_order: LeafOrder[Node] = make()
+        self.host_order: LeafOrder[Node] = make()
+        self.now = 0  # least tick of the next use; set by who wants ticks to be times
         self.device_pages = 0
         self.host_only_pages = 0
         self.pinned_device_pages = 0
-        self._moves_on_use = self.device_order.policy.moves_on_use
+        self._moves_on_use = self.device_order.moves_on_use
         self._tick = 0
 
     # ---- look-up
@@ -121,6 +130,12 @@ class RadixTree:
         """Undo one `hold_root`; a root that nobody holds and that has no pages is gone."""
         root.users -= 1
         self._forget_bare_root(root)
+
+    def rename_root(self, key: bytes, new: bytes) -> None:
+        """Give a root another key of the same length; unknown keys are ignored."""
+        if (root := self.roots.pop(key, None)) is not None:
+            root.hashes = bytearray(new)
+            self.roots[new] = root
 
     def _forget_bare_root(self, root: Node) -> None:
         if not root.users and root.children is None:
@@ -219,7 +234,7 @@ class RadixTree:
         upper.device_children = int(node.device_len > 0)
         upper.users = int(node.users > 0)
         for mine, lower in ((upper.device, node.device), (upper.host, node.host)):
-            mine.tick, mine.priority = lower.tick, lower.priority
+            mine.tick, mine.priority, mine.group = lower.tick, lower.priority, lower.group
         if not node.device_len:
             upper.device.hits, node.device.hits = node.device.hits, 0
         self._relist(upper)
@@ -233,13 +248,13 @@ class RadixTree:
         and nobody else finds its end moved.
         """
         assert len(key) == len(pages) * self.page_key_bytes
-        in_place = node.children is None and node.parent is not None and node.users <= 1
+        in_place = node.children is None and node.parent is not None and node.users <= 1 and node.host.group != SHARED
         if in_place and (not on_device or node.device_len == len(node.pages)):
             node.key += key
             node.pages += pages
             child = node
         else:
-            self._tick += 1
+            self._tick = max(self._tick + 1, self.now)
             child = Node(node, bytearray(key), pages, self._tick, priority)
             self._add_child(node, child)
         child.device.priority = max(child.device.priority, priority)
@@ -322,24 +337,31 @@ class RadixTree:
 
     # ---- use
 
-    def touch(self, node: Node, priority: int, hits: int = 1) -> None:
+    def touch(self, node: Node, priority: int, hits: int = 1, group: int = 0) -> None:
         """Note a use of all pages up to `node`: in each tier the deepest node counts it for its ancestors.
 
         hits: 0 for what only refreshes recency, such as the end of a request whose start was counted.
         """
-        self._tick += 1
+        self._tick = max(self._tick + 1, self.now)
+        node.host.group = group
         self._use(node, node.host, self.host_order, priority, hits)
         while node.parent is not None and not node.device_len:
             node = node.parent
+        node.device.group = group
         self._use(node, node.device, self.device_order, priority, hits)
 
-    def _use(self, node: Node, usage: Usage, order: EvictionOrder[Node], priority: int, hits: int) -> None:
+    def _use(self, node: Node, usage: Usage, order: LeafOrder[Node], priority: int, hits: int) -> None:
         if self._moves_on_use:
             usage.tick = self._tick
         usage.hits += hits
         usage.priority = max(usage.priority, priority)
         if node in order:
             order.add(node, usage)
+
+    def regroup(self, node: Node, group: int) -> None:
+        """Note that `node`, which was not used, is of another group now."""
+        node.host.group = node.device.group = group
+        self._relist(node)
 
     def pin(self, node: Node) -> None:
         """Protect `node` and its ancestors from eviction in every tier until `unpin`."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hicache.adaptive import AdaptiveOrder, Learner
 from hicache.ghosts import Ghosts
 from hicache.keys import tenant_name
-from hicache.page_table import NOWHERE, PageTable
+from hicache.page_table import NOT_STORED, NOWHERE, PageTable
 from hicache.policies.write import WriteRules, write_rules
 from hicache.pools import SlotPool
 from hicache.radix_tree import Node, RadixTree
@@ -49,6 +49,13 @@ def as_ids(pages: array[int]) -> Ids:
     return np.array(pages, np.int32)
 
 
+class Known(NamedTuple):
+    """A namespace, and how it is described to a store."""
+
+    namespace: Namespace
+    info: NamespaceInfo
+
+
 @dataclass(eq=False)
 class Tiers:
     """Tree, table, slot pools, workers: one of each.
@@ -70,7 +77,7 @@ class Tiers:
     worker: StoreRunner | None = None
     clock: Callable[[], float] = time.monotonic
     mirrors: dict[int, None] = field(default_factory=dict)
-    namespaces: dict[bytes, NamespaceInfo] = field(default_factory=dict)
+    namespaces: dict[bytes, Known] = field(default_factory=dict)
     storing: dict[Operation, None] = field(default_factory=dict)
     orphans: set[int] = field(default_factory=set)
     in_flight: int = 0
@@ -85,13 +92,11 @@ class Tiers:
         self.device = SlotPool(config.device_pages)
         self.host = SlotPool(config.host_pages)
         self.table = PageTable(config.device_pages + config.host_pages)
-        make_order = None
+        learner = Learner()
+        make_order = partial(AdaptiveOrder[Node], learner) if config.eviction == "adaptive" else None
         self.ghosts: Ghosts | None = None
-        if config.eviction == "adaptive":
-            learner = Learner()
-            make_order = partial(AdaptiveOrder[Node], learner)
-            pages = config.device_pages + config.host_pages
-            self.ghosts = Ghosts(self.geometry.page_size, (1 + GHOSTS_A_PAGE) * pages, learner)
+        if make_order is not None or self.rules.counts_uses:
+            self.ghosts = Ghosts(self.geometry.page_size, (1 + GHOSTS_A_PAGE) * self.table.capacity, learner)
         self.tree = RadixTree(self.geometry.page_size, config.eviction, self.chain.key_bytes, make_order)
 
     @property
@@ -106,9 +111,29 @@ class Tiers:
         root = self.tree.hold_root(key)
         if key not in self.namespaces:
             if len(self.namespaces) > 64 + 2 * len(self.tree.roots):
-                self.namespaces = {key: info for key, info in self.namespaces.items() if key in self.tree.roots}
-            self.namespaces[key] = NamespaceInfo(key, labels, tenant_name(namespace.cache_salt))
+                self.namespaces = {key: known for key, known in self.namespaces.items() if key in self.tree.roots}
+            self.namespaces[key] = Known(namespace, NamespaceInfo(key, labels, tenant_name(namespace.cache_salt)))
         return root
+
+    def rekey(self, chain: KeyChain) -> None:
+        """Go on with another store's key chain: all keys are forgotten and computed anew when needed; no page is stored yet.
+
+        Nothing may be on its way to or from a store.
+        """
+        assert chain.key_bytes == self.chain.key_bytes
+        self.chain = chain
+        for node in self.tree.nodes():
+            node.hashes.clear()
+        known, self.namespaces = self.namespaces, {}
+        for key, (namespace, info) in known.items():
+            new = chain.root(namespace)
+            self.namespaces[new] = Known(namespace, NamespaceInfo(new, info.labels, info.tenant))
+            self.tree.rename_root(key, new)
+        self.forget_stored()
+
+    def forget_stored(self) -> None:
+        """Take it that the store has none of the pages in memory."""
+        self.table.stored[:] = NOT_STORED
 
     # ---- keys
 

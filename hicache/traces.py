@@ -68,7 +68,8 @@ class _Prefixes:
 
 def read_trace(path: Path, limit: int | None = None) -> Trace:
     """Read a trace, or its first `limit` requests. Raises ConfigError for a file that is none."""
-    prefixes, requests = _Prefixes(), []
+    prefixes = _Prefixes()
+    requests: list[Request] = []
     try:
         with path.open() as file:
             for number, line in enumerate(file, 1):

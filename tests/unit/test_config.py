@@ -18,7 +18,7 @@ from hicache.policies.write import write_rules
         ({"device_pages": 0}, "at least 1 page"),
         ({"host_pages": -1}, "negative"),
         ({"write_policy": "write_around"}, "write_through, write_through_selective, write_back, not write_around"),
-        ({"eviction": "random"}, "lru, lfu, slru, fifo, priority, not random"),
+        ({"eviction": "random"}, "lru, lfu, slru, fifo, priority, adaptive, not random"),
         ({"watermark_low": 0.5, "watermark_high": 0.2}, "low <= high"),
         ({"watermark_high": 1.0}, "high < 1"),
         ({"hash_algo": "md5"}, "xxh3_128, sha256"),

@@ -45,7 +45,7 @@ def test_defaults_are_sglangs():
         ({"page_size": "sixteen"}, "--page-size sixteen"),
         ({"port": "70000"}, "--port 70000"),
         ({"schedule_policy": "best"}, "fcfs, lpm"),
-        ({"radix_eviction_policy": "clock"}, "lru, lfu, slru, fifo, priority"),
+        ({"radix_eviction_policy": "clock"}, "lru, lfu, slru, fifo, priority, adaptive"),
         ({"hicache_io_backend": "kernel"}, "--hicache-io-backend kernel"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"mem_fraction_static": "1.5"}, "--mem-fraction-static 1.5"),

@@ -1,0 +1,161 @@
+"""Ghosts: what is remembered of pages that may have been evicted: how often they were used, and by what kind of request.
+
+A radix tree of its own holds the prefixes of the last requests, resident or not; where the cache's tree has page ids, it has
+hit counts. It holds no memory of pages, and its size is bounded in pages.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from hicache.adaptive import group_of
+from hicache.eviction import SHARED
+from hicache.radix_tree import RadixTree
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from hicache.adaptive import Learner
+    from hicache.radix_tree import Node
+
+    Counts = npt.NDArray[np.int32]
+
+__all__ = ["Ghosts", "Sighting"]
+
+NEAR = 8
+"""Nodes above the end of a request whose visits it may have brought back."""
+
+
+class Sighting(NamedTuple):
+    """What is known of a request at arrival.
+
+    group: of its whole path. branches: others share what was known of it. goes_on: it is another turn of one conversation.
+    counts: how often each page of the prompt was asked for, now included.
+    """
+
+    group: int
+    branches: bool
+    goes_on: bool
+    counts: Counts
+
+
+class _Visit:
+    """The last use that ended at a node. last: hash of the request's last page, which was asked for `last_count` times."""
+
+    __slots__ = ("group", "last", "last_count", "since_us", "turn")
+
+    def __init__(self, turn: int, group: int, since_us: int, last: int = 0, last_count: int = 0) -> None:
+        self.turn = turn
+        self.group = group
+        self.since_us = since_us
+        self.last = last
+        self.last_count = last_count
+
+
+class Ghosts:
+    """Remembers up to `capacity` pages. Owned by the scheduler thread."""
+
+    def __init__(self, page_size: int, capacity: int, learner: Learner) -> None:
+        self._tree = RadixTree(page_size)
+        self._capacity = capacity
+        self._learner = learner
+        self._visits: dict[Node, _Visit] = {}
+
+    def see(self, root_key: bytes, tokens: bytes | bytearray, pages: int, now_us: int) -> Sighting:
+        """A request with `pages` whole pages of prompt arrives.
+
+        A request ends one page before its last one here: the next turn often goes on within that page.
+        """
+        self._learner.tick(now_us)
+        size = self._tree.page_key_bytes
+        end = max(0, pages - 1) * size
+        root = self._tree.hold_root(root_key)
+        match = self._tree.match(root, tokens, end)
+        whole = match.depth == len(match.node.pages)
+        known = self._visits.get(match.node) if whole else None
+        node = match.node if whole else self._tree.split(match.node, match.depth)
+        tail = end // size - match.pages
+        goes_on = known is not None and known.group != SHARED
+        branches = not goes_on and match.pages > 0
+        visit = self._visit(known if goes_on else None, tail, forks=branches and known is None)
+        visit.last = hash(bytes(tokens[end : end + size]))
+        if known is not None and not tail and known.last == visit.last:
+            visit.last_count = known.last_count + 1
+        self._note_returns(node)
+        if branches:
+            self._enter(node, _Visit(1, SHARED, self._learner.now_us))
+        self._tree.touch(node, 0, group=SHARED if branches else 0)
+        node = self._remember(node, tokens[end - tail * size : end], tail)
+        if node.parent is not None and (tail or not branches):
+            self._enter(node, visit)
+        counts = self._count(node, pages, visit.last_count)
+        self._tree.drop_root(root)
+        return Sighting(visit.group, branches, goes_on, counts)
+
+    def _visit(self, before: _Visit | None, tail: int, forks: bool) -> _Visit:
+        """The visit that a request makes; `before` is the turn it goes on from."""
+        turn = before.turn + 1 if before is not None else 1
+        kind = int(forks) if turn == 1 else 2 if turn == 2 else 3 if turn <= 4 else 4
+        return _Visit(turn, group_of(kind, tail), self._learner.now_us, last_count=1)
+
+    def _remember(self, node: Node, key: bytes | bytearray, pages: int) -> Node:
+        """Add pages after `node`, at the cost of those not used for longest; returns the node that ends there."""
+        tree = self._tree
+        tree.pin(node)
+        self._make_room(pages)
+        tree.unpin(node)
+        if not 0 < pages <= self._capacity - tree.host_only_pages:
+            return node
+        visit = self._visits.get(node)
+        if visit is not None and visit.group != SHARED:
+            self._learner.forget(self._visits.pop(node))
+        node = tree.grow(node, key, array("i", bytes(4 * pages)), on_device=False, priority=0)
+        tree.touch(node, 0)
+        return node
+
+    def _count(self, node: Node, pages: int, last_count: int) -> Counts:
+        """Count one more use of each page up to `node`; returns the counts of the prompt's `pages` pages."""
+        out = np.ones(pages, np.int32)
+        at = 0
+        for each in self._tree.path(node):
+            counts = np.frombuffer(each.pages, np.int32)
+            counts += 1
+            out[at : at + len(counts)] = counts
+            at += len(counts)
+        if pages and at == pages - 1:
+            out[-1] = last_count
+        return out
+
+    def _note_returns(self, node: Node) -> None:
+        """What ended at `node`, or not far above it, has come back."""
+        at: Node | None = node
+        for _ in range(NEAR):
+            if at is None:
+                return
+            visit = self._visits.get(at)
+            if visit is not None:
+                self._learner.returned(visit, visit.group, visit.since_us)
+                visit.since_us = self._learner.now_us
+                self._learner.begin(visit, visit.group)
+            at = at.parent
+
+    def _enter(self, node: Node, visit: _Visit) -> None:
+        old = self._visits.get(node)
+        if old is not None:
+            self._learner.forget(old)
+        self._visits[node] = visit
+        self._learner.begin(visit, visit.group)
+
+    def _make_room(self, need: int) -> None:
+        tree = self._tree
+        while tree.host_only_pages + need > self._capacity:
+            node = tree.host_order.pick(lambda node: True)
+            if node is None:
+                return
+            count = min(len(node.pages), tree.host_only_pages + need - self._capacity)
+            if count == len(node.pages) and node in self._visits:
+                self._learner.forget(self._visits.pop(node))
+            tree.truncate(node, count)
