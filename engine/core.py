@@ -7,7 +7,10 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from engine.attention.torch_backend import TorchBackend
+from engine.config import load_config
 from engine.grammar import Grammars
 from engine.messages import CachedTokens, RequestFailed, TokensOut
 from engine.metrics import EngineMetrics
@@ -19,6 +22,7 @@ from engine.schedule_policy import make_policy
 from engine.scheduler import Limits, Scheduler
 from engine.scoring import score_prompts
 from engine.sizing import pool_sizes
+from engine.store_admin import StoreAdmin
 from hicache.cache import HiCache
 from hicache.config import CacheConfig
 from hicache.errors import ConfigError, RequestRefused
@@ -28,6 +32,7 @@ from hicache.transfer.copier import ThreadCopier
 from storage.registry import open_store
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
     from engine.config import ServeConfig
@@ -41,6 +46,9 @@ if TYPE_CHECKING:
 __all__ = ["EngineCore"]
 
 logger = logging.getLogger(__name__)
+
+ATTACHABLE = frozenset(f"hicache_storage_{name}" for name in ("backend", "backend_extra_config", "dir", "size", "sync"))
+"""Flags that may differ when a store is attached to a running server."""
 
 
 class EngineCore:
@@ -58,18 +66,21 @@ class EngineCore:
         self._runner = ModelRunner(model, TorchBackend(device.data, self._geometry, model.layers, model.dtype))
         self._sampler = Sampler()
         self._grammars = Grammars(model.tokenizer, model.eos_token_ids)
-        self._store = _open_store(config)
+        store = _open_store(config)
         self.cache = HiCache(
             _cache_config(config, sizes.device_pages, sizes.host_pages),
             self._geometry,
             make_copier=(lambda completions: ThreadCopier(device, host, completions)) if host is not None else None,
             host=host,
-            store=self._store,
+            store=store,
             secret=os.urandom(32),
             labels={"model": config.name, "fingerprint": self._fingerprint},
         )
+        self.store_admin = StoreAdmin(self.cache, store, self._reopen_store)
         limits = Limits(config.max_running_requests, config.chunked_prefill_size)
-        self._scheduler = Scheduler(self.cache, make_policy(config.schedule_policy, self.cache), limits)
+        self._scheduler = Scheduler(
+            self.cache, make_policy(config.schedule_policy, self.cache, config.schedule_max_wait), limits
+        )
         self._metrics = EngineMetrics(self.cache.metrics.registry, self._scheduler)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
@@ -156,18 +167,20 @@ class EngineCore:
     def _compute(self) -> list[ToServer] | None:
         """Compute one batch; None if there was nothing to compute.
 
-        An exception fails the requests of this step, no others.
+        An exception fails the requests of this step, no others; one before a step was chosen fails all that run.
         """
-        self.cache.poll()
-        step = self._scheduler.schedule()
-        if step is None:
-            return None
+        failing = self._scheduler.running
         try:
+            self.cache.poll()
+            step = self._scheduler.schedule()
+            if step is None:
+                return None
+            failing = step.requests
             return self._run(step)
         except Exception as error:
-            logger.exception("a step of %d requests failed", len(step.requests))
+            logger.exception("a step of %d requests failed", len(failing))
             reason = f"internal error in the engine: {type(error).__name__}"
-            return [self._fail(request, reason, 500) for request in step.requests if request.rid in self._requests]
+            return [self._fail(request, reason, 500) for request in list(failing) if request.rid in self._requests]
 
     def _run(self, step: Step) -> list[ToServer]:
         logits = score_prompts(step, self._runner.forward(step.batch))
@@ -259,7 +272,7 @@ class EngineCore:
         tiers: dict[str, dict[str, Any]] = {"device": _size(config.device_pages, geometry)}
         if config.host_pages:
             tiers["host"] = _size(config.host_pages, geometry)
-        if self._store is not None:
+        if self.store_admin.store is not None:
             tiers["disk"] = {"bytes": self._config.hicache_storage_size_bytes, **_place(self._config)}
         return {
             "model": self._config.name,
@@ -283,8 +296,18 @@ class EngineCore:
         self._grammars.close()
         self.cache.persist(persist_s)
         self.cache.close()
-        if self._store is not None:
-            self._store.close()
+        self.store_admin.close()
+
+    def _reopen_store(self, flags: Mapping[str, Any]) -> PageStore | None:
+        """Open the store that the server's flags, with some of them replaced, describe. Any thread."""
+        if unknown := set(flags) - ATTACHABLE:
+            raise ConfigError(f"not to be set when a storage backend is attached: {', '.join(sorted(unknown))}")
+        replaced = load_config({**msgspec.structs.asdict(self._config), **flags})
+        if replaced.hicache_storage_backend == "none":
+            raise ConfigError("hicache_storage_backend must name a backend")
+        store = _open_store(replaced)
+        self._config = replaced
+        return store
 
 
 def _cache_config(config: ServeConfig, device_pages: int, host_pages: int) -> CacheConfig:
@@ -294,6 +317,7 @@ def _cache_config(config: ServeConfig, device_pages: int, host_pages: int) -> Ca
         reuse=not config.disable_radix_cache,
         write_policy=config.hicache_write_policy,
         eviction=config.radix_eviction_policy,
+        storage_admission=config.hicache_storage_admission,
         prefetch=config.prefetch,
         hash_algo=config.hicache_hash_algo,
     )

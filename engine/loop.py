@@ -74,6 +74,8 @@ class EngineLoop:
         while not self._over():
             for message in self._pipes.receive():
                 self._take(message)
+            for answer in self._core.store_admin.poll():
+                self._pipes.send(answer)
             out = self._core.step()
             if out is None:
                 self._rest()
@@ -92,7 +94,7 @@ class EngineLoop:
         """Nothing to compute: wait for a message or for an operation to end."""
         if self._core.loading:
             self._core.cache.wait(COPY_POLL_S)
-        elif self._core.cache.in_flight or not self._core.idle:
+        elif self._core.cache.in_flight or self._core.store_admin.busy or not self._core.idle:
             self._pipes.wait(COPY_POLL_S)
         else:
             self._pipes.wait(IDLE_POLL_S if self._ends_at is None else 0.0)
@@ -106,6 +108,8 @@ class EngineLoop:
                     self._pipes.send(refusal)
             case AbortRequest(rid=rid):
                 self._core.abort(rid)
+            case ControlRequest(op=op) if op.startswith("storage_"):
+                self._core.store_admin.begin(message)
             case ControlRequest():
                 self._pipes.send(self._control(message))
             case Shutdown(drain_s=drain_s):

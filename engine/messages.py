@@ -76,6 +76,7 @@ class GenerateRequest(msgspec.Struct, tag=True, frozen=True):
     extra_key: str = ""
     lora: str = ""
     priority: int = 0
+    routing_key: str = ""  # what `--schedule-policy routing-key` groups by
     top_logprobs: int | None = None  # None: no log-probabilities; 0: of the sampled tokens; k: and of the k likeliest
     score_from: int | None = None  # log-probabilities of prompt tokens after this position too; limits reuse to it
 
@@ -89,7 +90,8 @@ class AbortRequest(msgspec.Struct, tag=True, frozen=True):
 class ControlRequest(msgspec.Struct, tag=True, frozen=True):
     """Ask the loop for something between two steps; answered by one ControlReply with the same id.
 
-    op: "metrics" (Prometheus text), "stats" (the same as a dict), "flush" (forget all cached pages that nobody uses), "info".
+    op: "metrics" (Prometheus text), "stats" (the same as a dict), "flush" (forget all cached pages that nobody uses), "info";
+    "storage_info", "storage_clear", "storage_detach", "storage_attach" (args: flags that differ from the server's own).
     """
 
     id: str

@@ -121,7 +121,7 @@ class Prefetcher:
 
         def landed(op: PrefetchOp, good: int) -> None:
             prefetch.open.remove(op)
-            if prefetch.broken or prefetch.pinned is None:
+            if prefetch.broken or prefetch.pinned is None or t.worker is None:
                 good = 0
             t.host.give(slots[good:])
             if good:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Response
 
 from engine.client import EngineError
 from engine.server.depends import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
@@ -34,3 +36,27 @@ async def cache_stats(service: ServiceDep) -> Response:
 async def flush_cache(service: ServiceDep) -> Response:
     """Forget all cached pages that nobody uses."""
     return json_response(await service.client.control("flush"))
+
+
+@router.get("/hicache/storage-backend")
+async def storage_info(service: ServiceDep) -> Response:
+    """What the attached store holds."""
+    return json_response(await service.client.control("storage_info"))
+
+
+@router.put("/hicache/storage-backend")
+async def attach_storage(service: ServiceDep, flags: Annotated[dict[str, Any], Body()]) -> Response:
+    """Attach a store to the running cache. Body: `hicache_storage_*` flags that differ from the server's own."""
+    return json_response(await service.client.control("storage_attach", flags))
+
+
+@router.delete("/hicache/storage-backend")
+async def detach_storage(service: ServiceDep) -> Response:
+    """Go on without the store; answers when it is closed. Requests that run are not disturbed."""
+    return json_response(await service.client.control("storage_detach"))
+
+
+@router.api_route("/clear_hicache_storage_backend", methods=["POST"])
+async def clear_storage(service: ServiceDep) -> Response:
+    """Delete every record of the attached store."""
+    return json_response(await service.client.control("storage_clear"))

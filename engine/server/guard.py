@@ -23,7 +23,9 @@ __all__ = ["ADMIN_PATHS", "Guard"]
 
 log = logging.getLogger(__name__)
 
-ADMIN_PATHS = frozenset({"/flush_cache"})
+ADMIN_PATHS = frozenset({"/flush_cache", "/hicache/storage-backend", "/clear_hicache_storage_backend"})
+CLOSED_PATHS = ADMIN_PATHS - {"/flush_cache"}
+"""Open to nobody where no admin key is set."""
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
 MAX_BODY_BYTES = 64 << 20
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -71,6 +73,8 @@ class Guard:
             return True
         if path in ADMIN_PATHS and self._admin_key is not None:
             return hmac.compare_digest(given, self._admin_key)
+        if path in CLOSED_PATHS:
+            return False
         if self._api_key is None:
             return True
         keys = [key for key in (self._api_key, self._admin_key) if key is not None]
