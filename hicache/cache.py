@@ -368,7 +368,7 @@ class HiCache:
         if t.ghosts is None:
             return 0
         t.tree.now = int(t.clock() * 1e6)
-        sighting = t.ghosts.see(bytes(lease.root.hashes), lease.tokens, self._limit_pages(lease), t.tree.now)
+        sighting = t.ghosts.see(bytes(lease.root.hashes), lease.tokens, max(0, self._limit_pages(lease)), t.tree.now)
         lease.group = sighting.group
         lease.counts = sighting.counts
         if sighting.goes_on and behind is not lease_end and behind.children is None and len(behind.pages) == 1:

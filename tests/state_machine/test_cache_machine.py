@@ -42,11 +42,12 @@ CONFIGS = st.builds(
     host_pages=st.sampled_from([12, 24, 6, 2, 0]),
     reuse=st.sampled_from([True] * 15 + [False]),
     write_policy=st.sampled_from(["write_through", "write_through_selective", "write_back"]),
-    eviction=st.sampled_from(["lru", "lfu", "slru", "fifo", "priority"]),
+    eviction=st.sampled_from(["lru", "lfu", "slru", "fifo", "priority", "adaptive"]),
     prefetch=PREFETCHES,
     watermark_low=st.just(0.2),
     watermark_high=st.just(0.4),
     hash_algo=st.sampled_from(["xxh3_128", "sha256"]),
+    storage_admission=st.sampled_from(["all", "second-sight"]),
 )
 
 DOCUMENTS = ([0] * 9, [0, 0, 1, 1, 0, 1, 0, 1, 1], [1, 0, 0, 1, 1, 1, 0, 0, 1])
