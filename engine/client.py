@@ -251,7 +251,7 @@ class EngineClient:
                     if message.error is None:
                         future.set_result(message.value)
                     else:
-                        future.set_exception(EngineFailed(message.error, 500))
+                        future.set_exception(EngineFailed(message.error, message.status))
             case EngineReady():
                 if not self._ready.done():
                     self._ready.set_result(message.info)

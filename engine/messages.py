@@ -149,11 +149,12 @@ class RequestFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class ControlReply(msgspec.Struct, tag=True, frozen=True):
-    """Answers a ControlRequest; `error` is set instead of `value` when it could not be done."""
+    """Answers a ControlRequest; when it could not be done, `error` is set instead of `value`, and `status` an HTTP status."""
 
     id: str
     value: Any = None
     error: str | None = None
+    status: int = 500
 
 
 class EngineReady(msgspec.Struct, tag=True, frozen=True):

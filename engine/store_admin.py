@@ -69,7 +69,7 @@ class StoreAdmin:
             return ControlReply(id_, value=finish(job.result()))
         except (HiCacheError, StoreError, ValueError) as error:
             self._changing = False
-            return ControlReply(id_, error=str(error))
+            return ControlReply(id_, error=str(error), status=400)
         except Exception as error:
             self._changing = False
             logger.exception("a request about the store failed")
