@@ -45,7 +45,7 @@ CELLS = GROUPS * OCTAVES
 EPOCH = 64
 """Requests between two computations of the worth."""
 
-AGING = 8
+AGING = 32
 """Requests between two looks at what has outgrown its cell."""
 
 WARM_UP = 10
@@ -75,13 +75,14 @@ def group_of(kind: int, tail_pages: int) -> int:
 class Cells(Generic[L]):
     """Things by group and octave of age. An item is hashed by identity and listed at most once.
 
-    Each cell is a heap of (since_us, serial, item), oldest first; entries whose item has moved on are stale. Cell numbers are
-    places: where a cell stands in `places` is up to the owner.
+    Each cell is a heap of (since_us, serial, item), oldest first; entries whose item has moved on are stale. `occupied` has a 1
+    for each cell that is not empty, in the order that `arrange` was given, so that the first one is found at once.
     """
 
     def __init__(self) -> None:
         self.live = [0] * CELLS
         self.occupied = bytearray(CELLS)
+        self._ranking = self._places = list(range(CELLS))
         self._heaps: list[list[tuple[int, int, L]]] = [[] for _ in range(CELLS)]
         self._home: dict[L, tuple[int, int]] = {}  # cell, and serial of the item's live entry
         self._serial = 0
@@ -129,11 +130,23 @@ class Cells(Generic[L]):
             heapq.heappush(heap, entry)
         return found
 
+    def arrange(self, ranking: list[int]) -> None:
+        """Put the cells into this order. ranking: every cell number once; stays the caller's, who leaves it as it is."""
+        self._ranking = ranking
+        self._places = np.argsort(ranking).tolist()
+        self.occupied[:] = (np.array(self.live)[ranking] > 0).tobytes()
+
+    def filled(self) -> Iterator[int]:
+        """The cells that are not empty, in order. Cells may be filled or emptied meanwhile."""
+        place = self.occupied.find(1)
+        while place >= 0:
+            yield self._ranking[place]
+            place = self.occupied.find(1, place + 1)
+
     def age(self, now_us: int) -> None:
         """Move what has outgrown its cell."""
-        for cell in range(CELLS - 1, -1, -1):
-            if self.occupied[cell]:
-                self._age_cell(cell, now_us)
+        for cell in self.filled():
+            self._age_cell(cell, now_us)
 
     def _age_cell(self, cell: int, now_us: int) -> None:
         heap, (group, octave) = self._heaps[cell], divmod(cell, OCTAVES)
@@ -151,12 +164,13 @@ class Cells(Generic[L]):
     def _enter(self, cell: int, since_us: int, serial: int, item: L) -> None:
         heapq.heappush(self._heaps[cell], (since_us, serial, item))
         self.live[cell] += 1
-        self.occupied[cell] = 1
+        self.occupied[self._places[cell]] = 1
         self._home[item] = (cell, serial)
 
     def _left(self, cell: int) -> None:
         self.live[cell] -= 1
-        self.occupied[cell] = self.live[cell] > 0
+        if not self.live[cell]:
+            self.occupied[self._places[cell]] = 0
 
 
 class Learner:
@@ -214,6 +228,8 @@ class Learner:
             worth = worth_of(self._hazards())
             worth[-2] = 0.0
             self.ranking = np.argsort(worth.ravel(), kind="stable").tolist()
+            for cells in self._orders:
+                cells.arrange(self.ranking)
         self._returns *= DECAY
         self._risk_s *= DECAY
 
@@ -238,15 +254,16 @@ class Learner:
 
 def worth_of(hazard: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Gittins' index at the start of each octave. hazard: a second, float64 (groups, octaves)."""
-    lost = -np.expm1(-hazard * np.array(_WIDTH_S))
-    stay_s = lost / hazard
-    out = np.empty_like(hazard)
-    for start in range(OCTAVES):
-        alive = np.cumprod(np.concatenate((np.ones((len(hazard), 1)), 1.0 - lost[:, start:-1]), axis=1), axis=1)
-        hits = np.cumsum(alive * lost[:, start:], axis=1)
-        time_s = np.cumsum(alive * stay_s[:, start:], axis=1)
-        out[:, start] = (hits / time_s).max(axis=1)
-    return out
+    lasting = np.array(_WIDTH_S) * hazard
+    alive = np.exp(-np.cumsum(lasting, axis=1))
+    alive = np.concatenate((np.ones((len(hazard), 1)), alive), axis=1)  # at the start of each octave, and at the end
+    lost = alive[:, :-1] - alive[:, 1:]
+    hits = np.concatenate((np.zeros((len(hazard), 1)), np.cumsum(lost, axis=1)), axis=1)
+    time_s = np.concatenate((np.zeros((len(hazard), 1)), np.cumsum(lost / hazard, axis=1)), axis=1)
+    gained = hits[:, None, 1:] - hits[:, :-1, None]  # (groups, start, horizon)
+    spent_s = time_s[:, None, 1:] - time_s[:, :-1, None]
+    rate = np.divide(gained, spent_s, out=np.zeros_like(gained), where=spent_s > 0)
+    return np.asarray(rate.max(axis=2))
 
 
 class AdaptiveOrder(Generic[L]):
@@ -278,16 +295,14 @@ class AdaptiveOrder(Generic[L]):
 
     def pick(self, may_go: Callable[[L], bool]) -> L | None:
         """The first leaf in order that `may_go`; it stays listed."""
-        occupied = self._cells.occupied
         if not self._learner.ranking:
             return self._oldest(may_go)
-        for cell in self._learner.ranking:
-            if occupied[cell] and (entry := self._cells.first(cell, may_go)) is not None:
+        for cell in self._cells.filled():
+            entry = self._cells.first(cell, may_go)
+            if entry is not None:
                 return entry[2]
         return None
 
     def _oldest(self, may_go: Callable[[L], bool]) -> L | None:
-        occupied = self._cells.occupied
-        cells = [cell for cell in range(CELLS) if occupied[cell]]
-        fronts = [entry for cell in cells if (entry := self._cells.first(cell, may_go)) is not None]
+        fronts = [entry for cell in self._cells.filled() if (entry := self._cells.first(cell, may_go)) is not None]
         return min(fronts)[2] if fronts else None

@@ -33,13 +33,13 @@ class Sighting(NamedTuple):
     """What is known of a request at arrival.
 
     group: of its whole path. branches: others share what was known of it. goes_on: it is another turn of one conversation.
-    counts: how often each page of the prompt was asked for, now included.
+    counts: how often each page of the prompt was asked for, now included, if that is counted.
     """
 
     group: int
     branches: bool
     goes_on: bool
-    counts: Counts
+    counts: Counts | None
 
 
 class _Visit:
@@ -58,7 +58,8 @@ class _Visit:
 class Ghosts:
     """Remembers up to `capacity` pages. Owned by the scheduler thread."""
 
-    def __init__(self, page_size: int, capacity: int, learner: Learner) -> None:
+    def __init__(self, page_size: int, capacity: int, learner: Learner, *, counts: bool) -> None:
+        self._counts = counts
         self._tree = RadixTree(page_size)
         self._capacity = capacity
         self._learner = learner
@@ -91,7 +92,7 @@ class Ghosts:
         node = self._remember(node, tokens[end - tail * size : end], tail)
         if node.parent is not None and (tail or not branches):
             self._enter(node, visit)
-        counts = self._count(node, pages, visit.last_count)
+        counts = self._count(node, pages, visit.last_count) if self._counts else None
         self._tree.drop_root(root)
         return Sighting(visit.group, branches, goes_on, counts)
 

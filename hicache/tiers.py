@@ -96,7 +96,9 @@ class Tiers:
         make_order = partial(AdaptiveOrder[Node], learner) if config.eviction == "adaptive" else None
         self.ghosts: Ghosts | None = None
         if make_order is not None or self.rules.counts_uses:
-            self.ghosts = Ghosts(self.geometry.page_size, (1 + GHOSTS_A_PAGE) * self.table.capacity, learner)
+            self.ghosts = Ghosts(
+                self.geometry.page_size, (1 + GHOSTS_A_PAGE) * self.table.capacity, learner, counts=self.rules.counts_uses
+            )
         self.tree = RadixTree(self.geometry.page_size, config.eviction, self.chain.key_bytes, make_order)
 
     @property

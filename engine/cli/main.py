@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from engine.cli import bench_multiturn, bench_store, bench_tree, store
+from engine.cli import bench_multiturn, bench_store, bench_tree, simulate, store
 from engine.cli.serve import serve_command
 
 __all__ = ["app"]
@@ -21,6 +21,7 @@ bench = typer.Typer(help="Measure parts of the cache on this machine.", no_args_
 app.command("serve", help="Serve a model over HTTP, with the cache on.")(serve_command())
 app.add_typer(store.app, name="store")
 app.add_typer(bench, name="bench")
+app.command("simulate")(simulate.simulate)
 bench.command("tree")(bench_tree.tree)
 bench.command("store")(bench_store.store)
 bench.command("multiturn")(bench_multiturn.multiturn)
