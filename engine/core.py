@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -34,6 +35,8 @@ from storage.registry import open_store
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
+
+    from torch import Tensor
 
     from engine.config import ServeConfig
     from engine.grammar import GrammarState
@@ -183,7 +186,7 @@ class EngineCore:
             return [self._fail(request, reason, 500) for request in list(failing) if request.rid in self._requests]
 
     def _run(self, step: Step) -> list[ToServer]:
-        logits = score_prompts(step, self._runner.forward(step.batch))
+        logits = score_prompts(step, self._forward(step))
         rows = self._scheduler.computed(step)
         out: list[ToServer] = []
         for row in [row for row in rows if step.requests[row].message.sampling.max_new_tokens == 0]:
@@ -197,6 +200,13 @@ class EngineCore:
         for request, token, logprobs in zip(requests, sampled.token_ids, sampled.logprobs, strict=True):
             out.append(self._advance(request, token, logprobs))
         return out
+
+    def _forward(self, step: Step) -> Tensor:
+        begun_s = time.perf_counter()
+        logits = self._runner.forward(step.batch)
+        chunks = [(chunk.start, len(chunk.tokens)) for chunk in step.batch.chunks]
+        self.cache.observe_compute(chunks, time.perf_counter() - begun_s)
+        return logits
 
     def _advance(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> TokensOut:
         """Append a sampled token, and end the request if it was its last."""

@@ -236,6 +236,10 @@ class HiCache:
         lease.load = None
         lease.state = LeaseState.WAITING
 
+    def observe_compute(self, chunks: list[tuple[int, int]], seconds: float) -> None:
+        """Tell the planner what a step cost: `chunks` of (first position, tokens), computed in `seconds`."""
+        self._t.planner.observe_compute(chunks, seconds)
+
     # ---- every step
 
     def poll(self) -> int:

@@ -31,6 +31,7 @@ class Mover:
 
     def __init__(self, tiers: Tiers) -> None:
         self._t = tiers
+        self._last_read_s = 0.0
 
     def drain(self) -> int:
         """Settle every operation that has ended; returns how many."""
@@ -214,6 +215,10 @@ class Mover:
         def settle(op: Operation) -> None:
             assert isinstance(op, PrefetchOp)
             good = self._read(op)
+            if good:
+                begun_s = max(op.started_s, self._last_read_s)  # before, the store was busy with another read
+                t.planner.observe_read(good, op.ended_s - begun_s)
+            self._last_read_s = op.ended_s
             t.metrics.count_operation(op, good, t.geometry.page_bytes)
             ended(op, good)
 

@@ -53,21 +53,41 @@ class Prefetcher:
         parent = t.key_at(match.node, match.depth)
         tokens = bytes(lease.tokens[match.pages * page : limit_pages * page])
         keys = t.chain.extend(parent, tokens)
-        deadline = t.clock() + prefetch_deadline_s(config, missing * t.geometry.page_size)
+        deadline = t.clock() + self._patience_s(match.pages, missing)
         lease.prefetch = prefetch = Prefetch(deadline_s=deadline, start_page=match.pages)
 
         def found(op: ProbeOp) -> None:
             prefetch.probe = None
             if not prefetch.broken and t.worker is not None and op.found * t.geometry.page_size >= config.threshold_tokens:
-                self._read(lease, prefetch, [parent, *keys[: op.found]])
+                self._found(lease, prefetch, [parent, *keys[: op.found]])
 
         prefetch.probe = self._mover.probe(keys, found)
+
+    def _patience_s(self, start_page: int, pages: int) -> float:
+        """How long a request may wait for `pages` pages: as the policy says, but `timeout` no longer than computing takes."""
+        t, size = self._t, self._t.geometry.page_size
+        policy_s = prefetch_deadline_s(t.config.prefetch, pages * size)
+        compute_s = t.planner.compute_s(start_page * size, pages * size)
+        if t.config.prefetch.policy != "timeout" or compute_s is None:
+            return policy_s
+        return min(policy_s, compute_s)
+
+    def _found(self, lease: Lease, prefetch: Prefetch, keys: list[bytes]) -> None:
+        """The store has the pages whose keys are keys[1:]: read them, unless computing them is quicker."""
+        t, size, pages = self._t, self._t.geometry.page_size, len(keys) - 1
+        if t.config.prefetch.policy == "timeout" and not t.planner.pays(prefetch.start_page * size, pages * size, pages):
+            t.metrics.recomputed_tokens.labels("slow_store").inc(pages * size)
+            return
+        self._read(lease, prefetch, keys)
 
     def stop(self, lease: Lease) -> None:
         """Let the lease go on without what has not landed. Idempotent; slots come back as operations end."""
         prefetch, lease.prefetch = lease.prefetch, None
         if prefetch is None:
             return
+        if prefetch.open and not prefetch.broken:
+            late = prefetch.wanted - prefetch.attached
+            self._t.metrics.recomputed_tokens.labels("late").inc(late * self._t.geometry.page_size)
         self._abandon(prefetch)
         self._release_quota(prefetch)
 

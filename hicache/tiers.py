@@ -16,6 +16,7 @@ from hicache.adaptive import AdaptiveOrder, Learner
 from hicache.ghosts import Ghosts
 from hicache.keys import tenant_name
 from hicache.page_table import NOT_STORED, NOWHERE, PageTable
+from hicache.policies.planner import Planner
 from hicache.policies.write import WriteRules, write_rules
 from hicache.pools import SlotPool
 from hicache.radix_tree import Node, RadixTree
@@ -89,6 +90,7 @@ class Tiers:
     def __post_init__(self) -> None:
         config = self.config
         self.rules: WriteRules = write_rules(config)
+        self.planner = Planner(self.clock)
         self.device = SlotPool(config.device_pages)
         self.host = SlotPool(config.host_pages)
         self.table = PageTable(config.device_pages + config.host_pages)
