@@ -18,6 +18,7 @@ import signal
 import tempfile
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
 
     from engine.config import ServeConfig
-    from engine.messages import GenerateRequest, ToEngine, ToServer
+    from engine.messages import CacheHint, GenerateRequest, ToEngine, ToServer
 
     Target = Callable[[ServeConfig, str, str], None]
 
@@ -183,10 +184,17 @@ class EngineClient:
 
     async def control(self, op: str, args: dict[str, Any] | None = None) -> Any:
         """Ask the loop for something between two steps. Raises EngineFailed or EngineDead."""
+        return await self._ask(lambda id_: ControlRequest(id_, op, args or {}))
+
+    async def hint(self, hint: CacheHint) -> Any:
+        """Give the cache a hint, whose id is set here. Raises EngineFailed or EngineDead."""
+        return await self._ask(lambda id_: msgspec.structs.replace(hint, id=id_))
+
+    async def _ask(self, message: Callable[[str], ToEngine]) -> Any:
         id_ = f"c{next(self._control_ids)}"
         future = self._controls[id_] = asyncio.get_running_loop().create_future()
         try:
-            self._send(ControlRequest(id_, op, args or {}))
+            self._send(message(id_))
             return await future
         finally:
             self._controls.pop(id_, None)

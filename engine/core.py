@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from engine.config import ServeConfig
     from engine.grammar import GrammarState
-    from engine.messages import FinishReason, GenerateRequest, TokenLogprobs, ToServer
+    from engine.messages import CacheHint, FinishReason, GenerateRequest, PinHint, TokenLogprobs, ToServer
     from engine.scheduler import Step
     from hicache.geometry import PageGeometry
     from hicache.lease import Lease
@@ -134,9 +134,11 @@ class EngineCore:
         return refused
 
     def _open_lease(self, message: GenerateRequest) -> Lease:
-        namespace = Namespace(self._fingerprint, message.lora, message.cache_salt, message.extra_key)
         limit = sys.maxsize if message.score_from is None else message.score_from
-        return self.cache.open(message.input_ids, namespace, message.priority, limit)
+        return self.cache.open(message.input_ids, self._namespace(message), message.priority, limit)
+
+    def _namespace(self, message: GenerateRequest) -> Namespace:
+        return Namespace(self._fingerprint, message.lora, message.cache_salt, message.extra_key)
 
     def abort(self, rid: str) -> None:
         """Forget a request; unknown ids are ignored."""
@@ -219,6 +221,8 @@ class EngineCore:
         self, request: Request, token_ids: list[int], logprobs: TokenLogprobs | None, reason: FinishReason | None
     ) -> TokensOut:
         """Make a request's message, the prompt's log-probabilities with its first; forget a request that has ended."""
+        if request.generated <= 1 and request.message.pin is not None:
+            self._pin(request.message, request.message.pin)
         if reason is not None:
             self._scheduler.remove(request)
             del self._requests[request.rid]
@@ -231,6 +235,23 @@ class EngineCore:
             finish_reason=reason,
             prompt_logprobs=request.prompt_logprobs if request.generated <= 1 else None,
         )
+
+    def _pin(self, message: GenerateRequest, pin: PinHint) -> None:
+        """Keep the beginning of a prompt that has been computed."""
+        self.cache.hints.pin(message.input_ids[: pin.tokens], self._namespace(message), pin.ttl_s)
+
+    def hint(self, hint: CacheHint) -> dict[str, int]:
+        """Follow a hint about a prefix; returns its tokens, and how many of them are cached, pinned or were demoted."""
+        tokens, hints = hint.input_ids, self.cache.hints
+        namespace = Namespace(self._fingerprint, "", hint.cache_salt, hint.extra_key)
+        match hint.op:
+            case "prefetch":
+                done = {"cached_tokens": hints.prefetch(tokens, namespace)}
+            case "pin":
+                done = {"pinned_tokens": hints.pin(tokens, namespace, hint.ttl_s)}
+            case "demote":
+                done = {"demoted_tokens": hints.demote(tokens, namespace)}
+        return {"tokens": len(tokens), **done}
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         sampling, grammar = request.message.sampling, request.sampling_state.grammar

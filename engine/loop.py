@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 from engine.core import EngineCore
 from engine.messages import (
     AbortRequest,
+    CacheHint,
     ControlReply,
     ControlRequest,
     EngineDown,
@@ -112,6 +113,8 @@ class EngineLoop:
                 self._core.store_admin.begin(message)
             case ControlRequest():
                 self._pipes.send(self._control(message))
+            case CacheHint():
+                self._pipes.send(ControlReply(message.id, value=self._core.hint(message)))
             case Shutdown(drain_s=drain_s):
                 self._ends_at = time.monotonic() + drain_s
 

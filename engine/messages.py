@@ -12,6 +12,7 @@ import msgspec
 
 __all__ = [
     "AbortRequest",
+    "CacheHint",
     "CachedTokens",
     "ControlReply",
     "ControlRequest",
@@ -21,6 +22,7 @@ __all__ = [
     "GenerateRequest",
     "GrammarKind",
     "GrammarSpec",
+    "PinHint",
     "RequestFailed",
     "SamplingParams",
     "Shutdown",
@@ -66,6 +68,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: GrammarSpec | None = None
 
 
+class PinHint(msgspec.Struct, frozen=True):
+    """Keep the first `tokens` tokens of a prompt where they are for `ttl_s` seconds, once they are computed."""
+
+    tokens: int
+    ttl_s: float
+
+
 class GenerateRequest(msgspec.Struct, tag=True, frozen=True):
     """One sequence to generate (`n` > 1 is that many requests; they share their prompt's pages)."""
 
@@ -78,6 +87,7 @@ class GenerateRequest(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0
     routing_key: str = ""  # what `--schedule-policy routing-key` groups by
     top_logprobs: int | None = None  # None: no log-probabilities; 0: of the sampled tokens; k: and of the k likeliest
+    pin: PinHint | None = None
     score_from: int | None = None  # log-probabilities of prompt tokens after this position too; limits reuse to it
 
 
@@ -97,6 +107,17 @@ class ControlRequest(msgspec.Struct, tag=True, frozen=True):
     id: str
     op: str
     args: dict[str, Any] = {}
+
+
+class CacheHint(msgspec.Struct, tag=True, frozen=True):
+    """Bring a prefix up, keep it for a while, or let it go; answered by one ControlReply with the same id."""
+
+    id: str
+    op: Literal["prefetch", "pin", "demote"]
+    input_ids: list[int]
+    cache_salt: str = ""
+    extra_key: str = ""
+    ttl_s: float = 0.0
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
@@ -170,7 +191,7 @@ class EngineDown(msgspec.Struct, tag=True, frozen=True):
     refused: bool = False
 
 
-ToEngine = GenerateRequest | AbortRequest | ControlRequest | Shutdown
+ToEngine = GenerateRequest | AbortRequest | ControlRequest | CacheHint | Shutdown
 ToServer = TokensOut | RequestFailed | ControlReply | EngineReady | EngineDown
 
 _encoder = msgspec.msgpack.Encoder()

@@ -27,6 +27,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from hicache.errors import CacheClosed, ConfigError
 from hicache.eviction import SHARED, SUPERSEDED
+from hicache.hints import Hints
 from hicache.keys import KeyChain
 from hicache.lease import Lease, LeaseState
 from hicache.metrics import CacheMetrics, TierHits
@@ -116,6 +117,7 @@ class HiCache:
         self._mover = Mover(self._t)
         self._reclaimer = Reclaimer(self._t, self._mover)
         self._prefetcher = Prefetcher(self._t, self._mover, self._reclaimer)
+        self.hints = Hints(self._t, self.open, self.release)
         self._labels = {"page_size": str(geometry.page_size), "dtype": geometry.dtype, **(labels or {})}
         self._make_worker = partial(_worker_of, make_worker, host, completions)
         self._closed = False
@@ -174,6 +176,8 @@ class HiCache:
         node = self._pin_match(match) if match is not None else lease.root
         pages, device = (match.pages, match.device) if match is not None else (0, 0)
         own = self.geometry.pages(lease.num_tokens + 1) - device
+        while self.room_pages() < own + reserve_pages and self.hints.give_up():
+            pass
         if self.room_pages() < own + reserve_pages or not self._reclaimer.device_room(pages - device):
             t.tree.unpin(node)
             return False
@@ -193,8 +197,9 @@ class HiCache:
         need = self.geometry.pages(tokens) - lease.num_slots
         if need <= 0:
             return True
-        if not self._reclaimer.device_room(need):
-            return False
+        while not self._reclaimer.device_room(need):
+            if self._reclaimer.pending or not self.hints.give_up():
+                return False
         lease.add_slots(self._t.device.take(need))
         return True
 
@@ -245,6 +250,7 @@ class HiCache:
     def poll(self) -> int:
         """Settle operations that have ended and make room ahead of need; returns how many ended."""
         ended = self._mover.drain()
+        self.hints.tick()
         self._reclaimer.in_background()
         return ended
 
@@ -273,6 +279,7 @@ class HiCache:
         """Forget every page in memory that nobody uses; returns how many. The store keeps its records."""
         t, count = self._t, 0
         table = t.table
+        self.hints.clear()
         while (node := t.tree.host_order.pick(lambda node: not table.host_busy[node.pages[-1]])) is not None:
             idle = t.idle_tail(table.host_busy, node.pages, len(node.pages), node.host_len)
             t.forget(node, idle)
@@ -353,6 +360,7 @@ class HiCache:
         if self._closed:
             return
         self._closed = True
+        self.hints.clear()
         if self._t.copier is not None:
             self._t.copier.close()
         self._mover.drain()
@@ -587,4 +595,6 @@ class HiCache:
         capacity.add_metric(["host"], t.host.capacity)
         flight = GaugeMetricFamily("hicache_operations_in_flight", "Operations that have not ended")
         flight.add_metric([], t.in_flight)
-        yield from (pages, capacity, flight)
+        hinted = GaugeMetricFamily("hicache_hinted_pages", "Pages of prefixes that a hint keeps")
+        hinted.add_metric([], self.hints.pinned_pages)
+        yield from (pages, capacity, flight, hinted)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.messages import (
     AbortRequest,
+    CacheHint,
     CachedTokens,
     ControlReply,
     ControlRequest,
@@ -44,7 +45,7 @@ class Scripted:
         self.received: list[dict[str, Any]] = []
         self.aborted: list[str] = []
 
-    def take(self, message: GenerateRequest | AbortRequest | ControlRequest) -> None:
+    def take(self, message: GenerateRequest | AbortRequest | ControlRequest | CacheHint) -> None:
         match message:
             case GenerateRequest(extra_key="die"):
                 os._exit(17)
@@ -56,6 +57,7 @@ class Scripted:
                         "rid": message.rid,
                         "salt": message.cache_salt,
                         "priority": message.priority,
+                        "pin": message.pin and message.pin.tokens,
                         "max_new_tokens": message.sampling.max_new_tokens,
                     }
                 )
@@ -63,6 +65,9 @@ class Scripted:
             case AbortRequest(rid=rid):
                 self.aborted.append(rid)
                 self.running = deque(entry for entry in self.running if entry[0].rid != rid)
+            case CacheHint(id=id_, op=op):
+                self.received.append({"hint": op, "tokens": message.input_ids, "ttl_s": message.ttl_s})
+                self.pipes.send(ControlReply(id_, value={"tokens": len(message.input_ids)}))
             case ControlRequest(id=id_, op="stats"):
                 state = {"received": self.received, "aborted": self.aborted, "running": len(self.running)}
                 self.pipes.send(ControlReply(id_, value=state))

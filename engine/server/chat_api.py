@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
+from engine.messages import PinHint
 from engine.server.depends import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
 from engine.server.errors import ApiError
 from engine.server.logprobs import chat_logprobs
@@ -47,7 +48,8 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceDep
     """Answer a chat, whole or as a stream."""
     ids = await encode_chat(service, body)
     budget = service.answer_budget(len(ids), body.asked_tokens, param="messages")
-    order = Order(service, "chatcmpl-" + uuid.uuid4().hex, body, [ids], budget, body.top)
+    pin = await _pin(service, body, ids)
+    order = Order(service, "chatcmpl-" + uuid.uuid4().hex, body, [ids], budget, body.top, pin=pin)
     service.admit(order.jobs)
     if body.stream:
         return EventStream(await unless_gone(request, primed(_events(order, body))))
@@ -70,6 +72,18 @@ async def encode_chat(service: Service, body: ChatBody) -> list[int]:
 
     text = "".join(message["content"] for message in messages)
     return await service.tokenize(text, encode, param="messages")
+
+
+async def _pin(service: Service, body: ChatBody, ids: list[int]) -> PinHint | None:
+    """What `cache_control` asks to keep of a prompt: as far as the marked messages alone begin like it."""
+    if (kept := body.kept) is None:
+        return None
+    count, ttl_s = kept
+    options = {**body.chat_template_kwargs, "add_generation_prompt": False}
+    change = {"messages": body.messages[:count], "chat_template_kwargs": options, "continue_final_message": False}
+    prefix = await encode_chat(service, body.model_copy(update=change))
+    same = next((i for i, (a, b) in enumerate(zip(prefix, ids, strict=False)) if a != b), min(len(prefix), len(ids)))
+    return PinHint(same, ttl_s) if same else None
 
 
 def _parser(service: Service, body: ChatBody) -> ToolParser:

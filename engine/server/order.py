@@ -15,6 +15,7 @@ from engine.server.values import as_stops
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.messages import PinHint
     from engine.server.responses import Usage
     from engine.server.schemas import OpenAIBody
     from engine.server.service import Answer, Piece, Service
@@ -33,6 +34,7 @@ class Order:
     max_new_tokens: int
     top_logprobs: int | None
     score_from: int | None = None
+    pin: PinHint | None = None
 
     @property
     def n(self) -> int:
@@ -70,6 +72,7 @@ class Order:
             priority=body.priority,
             top_logprobs=self.top_logprobs,
             score_from=self.score_from,
+            pin=self.pin if sibling == 0 else None,
         )
         return Job(request, as_stops(body.stop), body.skip_special_tokens)
 

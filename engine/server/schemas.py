@@ -31,6 +31,7 @@ from engine.server.values import (
     TokenId,
     TopK,
     TopP,
+    Ttl,
     Unit,
     as_batch,
     json_grammar,
@@ -167,11 +168,20 @@ class OpenAIBody(BaseModel):
         return self
 
 
+class CacheControl(BaseModel):
+    """Keep the prompt up to and with this message in the cache for `ttl_s` seconds."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Literal["ephemeral"]
+    ttl_s: Ttl = 300.0
+
+
 class TextPart(BaseModel):
     """One part of a message; only text is served."""
 
     type: Literal["text"]
     text: str
+    cache_control: CacheControl | None = None
 
 
 class ChatMessage(BaseModel):
@@ -184,6 +194,14 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    cache_control: CacheControl | None = None
+
+    @property
+    def kept_for_s(self) -> float | None:
+        """For how long the prompt up to here is to be kept, if at all."""
+        parts = self.content if isinstance(self.content, list) else []
+        controls = [self.cache_control, *(part.cache_control for part in parts)]
+        return max((control.ttl_s for control in controls if control is not None), default=None)
 
     @property
     def for_template(self) -> dict[str, Any]:
@@ -236,6 +254,12 @@ class ChatBody(OpenAIBody):
     def offered(self) -> list[Tool]:
         """The tools that the answer may call."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def kept(self) -> tuple[int, float] | None:
+        """How many messages are to be kept in the cache, and for how long; None if none are. The last one marked counts."""
+        marked = [(i + 1, s) for i, message in enumerate(self.messages) if (s := message.kept_for_s) is not None]
+        return marked[-1] if marked else None
 
     @property
     def must_call(self) -> bool:

@@ -32,6 +32,7 @@ __all__ = [
     "TopK",
     "TopLogprobs",
     "TopP",
+    "Ttl",
     "Unit",
     "as_batch",
     "as_stops",
@@ -50,6 +51,7 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Stops = Annotated[list[StopString], Field(max_length=MAX_STOPS)] | StopString | None
 Key = Annotated[str, Field(max_length=1024)]
+Ttl = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 Source = Annotated[str, Field(max_length=1 << 20)]
 Priority = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
