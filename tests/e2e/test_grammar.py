@@ -1,4 +1,4 @@
-"""Answers held to a grammar, asked for by the openai package of the real server. Its model is random: the grammar alone helps."""
+"""Answers held to a grammar, through the real server. Its model is random, so the grammar alone makes them what they are."""
 
 from __future__ import annotations
 
