@@ -255,14 +255,13 @@ class Learner:
 def worth_of(hazard: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Gittins' index at the start of each octave. hazard: a second, float64 (groups, octaves)."""
     lasting = np.array(_WIDTH_S) * hazard
-    alive = np.exp(-np.cumsum(lasting, axis=1))
-    alive = np.concatenate((np.ones((len(hazard), 1)), alive), axis=1)  # at the start of each octave, and at the end
-    lost = alive[:, :-1] - alive[:, 1:]
-    hits = np.concatenate((np.zeros((len(hazard), 1)), np.cumsum(lost, axis=1)), axis=1)
-    time_s = np.concatenate((np.zeros((len(hazard), 1)), np.cumsum(lost / hazard, axis=1)), axis=1)
-    gained = hits[:, None, 1:] - hits[:, :-1, None]  # (groups, start, horizon)
-    spent_s = time_s[:, None, 1:] - time_s[:, :-1, None]
-    rate = np.divide(gained, spent_s, out=np.zeros_like(gained), where=spent_s > 0)
+    spent = np.cumsum(lasting, axis=1) - lasting  # cumulative hazard at the start of each octave
+    later = np.arange(OCTAVES) >= np.arange(OCTAVES)[:, None]
+    alive = np.exp(-np.where(later, spent[:, None, :] - spent[:, :, None], np.inf))  # (groups, start, octave)
+    lost = alive * -np.expm1(-lasting)[:, None, :]
+    hits = np.cumsum(lost, axis=2)
+    time_s = np.cumsum(lost / hazard[:, None, :], axis=2)
+    rate = np.divide(hits, time_s, out=np.zeros_like(hits), where=later)
     return np.asarray(rate.max(axis=2))
 
 

@@ -55,8 +55,8 @@ def _least(goal: float, low: int, high: int, share: Callable[[int], float]) -> i
     high = max(low, high)
     if share(low) >= goal:
         return low
-    while high > low * PRECISION:
-        middle = int((low * high) ** 0.5)
+    while high > low * PRECISION and high > low + 1:
+        middle = max(low + 1, int((low * high) ** 0.5))
         if share(middle) >= goal:
             high = middle
         else:

@@ -29,7 +29,7 @@ __all__ = ["Outcome", "Sizes", "replay"]
 
 _BLOCK = PageGeometry(1, "float8_e4m3fn", (LayerGeometry(1, 1, 0),))
 _NAMESPACE = Namespace("simulation")
-_PREFETCH = PrefetchConfig(policy="wait_complete", threshold_tokens=1)
+_PREFETCH = PrefetchConfig(policy="wait_complete", threshold_tokens=1, quota=1.0)
 _TAIL = np.zeros(1, np.int32)
 """A token after the blocks: a cache computes at least the last one, and a block of the trace may be a hit."""
 
