@@ -25,17 +25,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from prometheus_client.core import GaugeMetricFamily
 
+from hicache.backup import Backup
 from hicache.errors import CacheClosed, ConfigError
 from hicache.eviction import SHARED, SUPERSEDED
+from hicache.gauges import pool_gauges
 from hicache.hints import Hints
 from hicache.keys import KeyChain
 from hicache.lease import Lease, LeaseState
 from hicache.metrics import CacheMetrics, TierHits
 from hicache.moves import Mover
-from hicache.page_table import NOT_STORED, NOWHERE
+from hicache.page_table import NOWHERE
 from hicache.prefetcher import Prefetcher
 from hicache.reclaim import Reclaimer
-from hicache.tiers import Tiers, as_ids
+from hicache.sharing import Sharing
+from hicache.tiers import Tiers
 from hicache.transfer.store_worker import StoreWorker
 
 if TYPE_CHECKING:
@@ -55,13 +58,6 @@ if TYPE_CHECKING:
     Ids = npt.NDArray[np.int32]
 
 __all__ = ["HiCache"]
-
-
-def _runs(mask: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """(first, count) of each stretch of True."""
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).tolist()
-    for first, end in zip(edges[::2], edges[1::2], strict=True):
-        yield first, end - first
 
 
 def _worker_of(
@@ -116,6 +112,8 @@ class HiCache:
         assert config.host_pages == 0 or self._t.copier is not None, "a host pool needs a copier"
         self._mover = Mover(self._t)
         self._reclaimer = Reclaimer(self._t, self._mover)
+        self._backup = Backup(self._t, self._mover, self._reclaimer)
+        self._sharing = Sharing(self._t, self._backup)
         self._prefetcher = Prefetcher(self._t, self._mover, self._reclaimer)
         self.hints = Hints(self._t, self.open, self.release)
         self._labels = {"page_size": str(geometry.page_size), "dtype": geometry.dtype, **(labels or {})}
@@ -138,7 +136,7 @@ class HiCache:
         lease = Lease(root=root, tokens=data, prompt_tokens=len(tokens), priority=priority, max_cached_tokens=max_cached_tokens)
         if self.config.reuse:
             match = self._match(lease)
-            behind, match = match.node, match._replace(node=self._ends_at(match))  # what lies behind it was not used
+            behind, match = match.node, match._replace(node=self._sharing.ends_at(match))  # what lies behind it was not used
             self._t.tree.touch(match.node, priority, group=self._sight(lease, match.node, behind))
             lease.found = (match.device, match.pages - match.device, 0)
             self._prefetcher.begin(lease, match, self._limit_pages(lease))
@@ -206,20 +204,9 @@ class HiCache:
     def commit(self, lease: Lease, tokens: int) -> None:
         """Positions [0, tokens) are computed: share their full pages through the tree, and back them up as the policy says."""
         full = tokens // self.geometry.page_size
-        if not self.config.reuse or full <= lease.shared:
-            return
-        tree, page = self._t.tree, self._t.tree.page_key_bytes
-        node = lease.node
-        assert node is not None
         assert lease.num_tokens >= tokens, "tokens are appended before they are committed"
-        match = tree.match(node, lease.tokens, full * page, lease.shared * page)
-        if match.pages:
-            end = self._ends_at(match)
-            if not self._adopt(lease, tree.ids_between(node, end), end):
-                return
-            self._move_pin(lease, end)
-        if lease.shared < full:
-            self._share_new(lease, full)
+        if self.config.reuse and full > lease.shared:
+            self._sharing.share(lease, full)
 
     def release(self, lease: Lease) -> None:
         """End a lease, in any state; shared pages stay in the cache, own ones are freed. Idempotent."""
@@ -299,7 +286,7 @@ class HiCache:
         deadline_s = t.clock() + timeout_s
         for node in list(t.tree.nodes()):
             # A node may have left the tree to make room for another's copies.
-            while node.parent is not None and t.clock() < deadline_s and not self._persist_node(node):
+            while node.parent is not None and t.clock() < deadline_s and not self._backup.to_store(node):
                 if not self.wait(0.05):
                     break
                 self._mover.drain()
@@ -342,18 +329,7 @@ class HiCache:
 
     def stats(self) -> dict[str, object]:
         """Every metric by name, as plain numbers, for `/cache/stats`."""
-        out: dict[str, object] = {}
-        for family in self.metrics.registry.collect():
-            for sample in family.samples:
-                if sample.name.endswith(("_created", "_bucket")):
-                    continue
-                if not sample.labels:
-                    out[sample.name] = sample.value
-                    continue
-                group = out.setdefault(sample.name, {})
-                assert isinstance(group, dict)
-                group["/".join(sample.labels.values())] = sample.value
-        return out
+        return self.metrics.as_numbers()
 
     def close(self) -> None:
         """End workers and settle what they did. Pools and store remain the caller's. Idempotent."""
@@ -395,14 +371,8 @@ class HiCache:
         tree = self._t.tree
         return tree.match(lease.root, lease.tokens, self._limit_pages(lease) * tree.page_key_bytes)
 
-    def _ends_at(self, match: Match) -> Node:
-        """The node that ends where the match ends, split off if need be."""
-        if match.depth == len(match.node.pages):
-            return match.node
-        return self._t.tree.split(match.node, match.depth)
-
     def _pin_match(self, match: Match) -> Node:
-        node = self._ends_at(match)
+        node = self._sharing.ends_at(match)
         self._t.tree.pin(node)
         return node
 
@@ -419,7 +389,7 @@ class HiCache:
         t.tree.pin(node)
 
         def landed(op: CopyOp) -> None:
-            self._promote_path(node)
+            self._sharing.promote_path(node)
             t.tree.unpin(node)
             if lease.load is op:
                 lease.load = None
@@ -427,18 +397,6 @@ class HiCache:
 
         lease.state = LeaseState.LOADING
         lease.load = self._mover.load_back(ids, t.device.take(len(ids)), landed)
-
-    def _promote_path(self, node: Node) -> None:
-        """Tell the tree which pages up to `node` are on the device by now."""
-        tree, slot = self._t.tree, self._t.table.device_slot
-        for each in tree.path(node):
-            assert each.parent is not None
-            if each.parent.device_len < len(each.parent.pages):
-                return
-            at = each.device_len
-            while at < len(each.pages) and slot[each.pages[at]] != NOWHERE:
-                at += 1
-            tree.promote(each, at - each.device_len)
 
     def _loaded(self, lease: Lease) -> None:
         """A lease's load has ended: go on with what is on the device."""
@@ -452,12 +410,12 @@ class HiCache:
         lease.shared = usable
         if usable < len(ids):
             self.metrics.recomputed_tokens.labels("load_failed").inc((len(ids) - usable) * self.geometry.page_size)
-            self._move_pin(lease, self._node_at(lease, usable))
+            self._sharing.move_pin(lease, self._node_at(lease, usable))
         self._activate(lease)
 
     def _node_at(self, lease: Lease, pages: int) -> Node:
         tree = self._t.tree
-        return self._ends_at(tree.match(lease.root, lease.tokens, pages * tree.page_key_bytes))
+        return self._sharing.ends_at(tree.match(lease.root, lease.tokens, pages * tree.page_key_bytes))
 
     def _activate(self, lease: Lease) -> None:
         """Everything usable is on the device: count the hit once, and the use of its pages."""
@@ -471,7 +429,7 @@ class HiCache:
         if lease.shared and lease.node is not None:
             ids = t.tree.path_ids(lease.node)
             t.table.hits[ids] = t.table.hits.take(ids) + 1
-            self._back_up_reused(lease.node)
+            self._backup.reused(lease.node)
 
     def _split_by_tier(self, lease: Lease) -> TierHits:
         """Reused tokens by the tier they were in at arrival; what others computed meanwhile was on the device when used."""
@@ -483,118 +441,12 @@ class HiCache:
         late = pages - in_device - in_host - in_disk
         return TierHits((in_device + late) * size, in_host * size, in_disk * size)
 
-    def _adopt(self, lease: Lease, ids: Ids, end: Node) -> bool:
-        """Share pages that the tree has already: use its device copies instead of ours, or give it ours.
-
-        False if some are just being loaded back for another request; they stay ours until a later commit.
-        """
-        t = self._t
-        if t.table.loading.take(ids).any():
-            return False
-        first, last = lease.shared, lease.shared + len(ids)
-        mine = lease.slots[first:last].copy()
-        theirs = t.table.device_slots.take(ids)
-        there = theirs != NOWHERE
-        t.device.give(mine[there])
-        lease.slots[first:last][there] = theirs[there]
-        t.land_on_device(ids[~there], mine[~there])
-        self._promote_path(end)
-        lease.shared = last
-        return True
-
-    def _share_new(self, lease: Lease, full: int) -> None:
-        """Insert own full pages that the tree lacks."""
-        t, page = self._t, self._t.tree.page_key_bytes
-        assert lease.node is not None
-        pages = t.table.new(full - lease.shared)
-        ids = as_ids(pages)
-        t.table.hits[ids] = hits = self._seen_before(lease, full)
-        t.land_on_device(ids, lease.slots[lease.shared : full].copy())
-        tokens = lease.tokens[lease.shared * page : full * page]
-        node = t.tree.grow(lease.node, tokens, pages, on_device=True, priority=lease.priority)
-        lease.shared = full
-        if node is not lease.node:
-            self._move_pin(lease, node)
-        threshold = t.rules.backup_hits
-        if threshold is not None and hits[0] >= threshold:
-            often = ids[hits >= threshold]  # the front: who uses a page uses all before it
-            self._back_up(node, len(node.pages) - len(ids), often)
-
-    def _seen_before(self, lease: Lease, full: int) -> Ids:
-        """How often pages [shared, full) of a lease were used, now included."""
-        hits = np.ones(full - lease.shared, np.int32)
-        if lease.counts is not None:
-            known = lease.counts[lease.shared : full]
-            hits[: len(known)] = known
-        return hits
-
-    def _move_pin(self, lease: Lease, node: Node) -> None:
-        assert lease.node is not None
-        self._t.tree.pin(node)
-        self._t.tree.unpin(lease.node)
-        lease.node = node
-
-    def _back_up_reused(self, node: Node) -> None:
-        """Copy down pages of the path that have just been used often enough (parents first)."""
-        t, threshold = self._t, self._t.rules.backup_hits
-        if threshold is None or threshold == 1:
-            return
-        for each in t.tree.path(node):
-            ids = as_ids(each.pages[: each.device_len])
-            if (t.table.hits.take(ids) == threshold).any():
-                self._back_up(each, 0, ids)
-
-    def _back_up(self, node: Node, first: int, ids: Ids) -> None:
-        """Copy what pages [first, first + len(ids)) of `node` lack down to the host, as far as it has room; count the rest."""
-        t = self._t
-        if t.config.host_pages == 0:
-            return
-        for at, count in _runs(self._lacks_host(ids)):
-            room = self._reclaimer.host_room(count)
-            if room < count:
-                t.metrics.dropped_pages.labels("backup_declined").inc(count - room)
-            if room:
-                self._mover.back_up(node, first + at, ids[at : at + room], t.host.take(room))
-            if room < count:
-                return
-
-    def _lacks_host(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        table = self._t.table
-        lacks: npt.NDArray[np.bool_] = (table.host_slots.take(ids) == NOWHERE) & (table.device_busys.take(ids) == 0)
-        return lacks
-
     def _is_bare(self, node: Node) -> bool:
         table, last = self._t.table, node.pages[-1]
         return node.children is None and node.host_len == 0 and not table.device_busy[last] and not table.host_busy[last]
 
-    def _persist_node(self, node: Node) -> bool:
-        """Start what brings `node` to the store; True when every page is there, or was refused."""
-        table = self._t.table
-        ids = as_ids(node.pages)
-        idle = (table.device_busys.take(ids) == 0) & (table.host_busys.take(ids) == 0)
-        fresh = (table.stored.take(ids) == NOT_STORED) & idle & (table.hits.take(ids) >= self._t.rules.store_hits)
-        on_host = table.host_slots.take(ids) != NOWHERE
-        for at, count in _runs(fresh & on_host):
-            self._mover.store(node, at, ids[at : at + count])
-        for at, count in _runs(fresh & ~on_host):
-            self._back_up(node, at, ids[at : at + count])
-        return not bool((table.stored.take(ids) == NOT_STORED).any())
-
     def _gauges(self) -> Iterator[Metric]:
-        t = self._t
-        pages = GaugeMetricFamily("hicache_pages", "Slots of a tier by what holds them", labels=["tier", "state"])
-        private = t.device.owned - t.tree.device_pages
-        pages.add_metric(["device", "free"], t.device.free)
-        pages.add_metric(["device", "pinned"], t.tree.pinned_device_pages)
-        pages.add_metric(["device", "cached"], t.tree.device_pages - t.tree.pinned_device_pages)
-        pages.add_metric(["device", "private"], private)
-        pages.add_metric(["host", "free"], t.host.free)
-        pages.add_metric(["host", "cached"], t.host.owned)
-        capacity = GaugeMetricFamily("hicache_capacity_pages", "Slots of a tier", labels=["tier"])
-        capacity.add_metric(["device"], t.device.capacity)
-        capacity.add_metric(["host"], t.host.capacity)
-        flight = GaugeMetricFamily("hicache_operations_in_flight", "Operations that have not ended")
-        flight.add_metric([], t.in_flight)
+        yield from pool_gauges(self._t)
         hinted = GaugeMetricFamily("hicache_hinted_pages", "Pages of prefixes that a hint keeps")
         hinted.add_metric([], self.hints.pinned_pages)
-        yield from (pages, capacity, flight, hinted)
+        yield hinted

@@ -93,6 +93,21 @@ class CacheMetrics(Collector):
         asked = sum(tokens for _, tokens, _ in self._window)
         return {tier: sum(hits[i] for _, _, hits in self._window) / asked if asked else 0.0 for i, tier in enumerate(TIERS)}
 
+    def as_numbers(self) -> dict[str, object]:
+        """Every metric by name as a number, or as numbers by label; histograms by sum and count."""
+        out: dict[str, object] = {}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if sample.name.endswith(("_created", "_bucket")):
+                    continue
+                if not sample.labels:
+                    out[sample.name] = sample.value
+                    continue
+                group = out.setdefault(sample.name, {})
+                assert isinstance(group, dict)
+                group["/".join(sample.labels.values())] = sample.value
+        return out
+
     def collect(self) -> Iterator[Metric]:
         """Gauges, read now (called by the registry)."""
         rate = GaugeMetricFamily("hicache_tier_hit_rate", "Hit share of the last five minutes", labels=["tier"])
