@@ -17,7 +17,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
-from engine.schedule_policy import SchedulePolicyName
+from engine.schedule_policy import SchedulePolicyName  # noqa: TC001 - msgspec reads the annotation
 from hicache.config import EvictionPolicy, PrefetchConfig, PrefetchPolicy, StorageAdmission, WritePolicy
 from hicache.errors import ConfigError
 from hicache.keys import tenant_name
@@ -131,6 +131,13 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     drain_timeout: Annotated[
         float, Meta(ge=0), _about("Seconds that running requests get to finish after SIGTERM; then they are cut off.")
     ] = 5.0
+    kv_events_config: Annotated[
+        str,
+        _about(
+            "JSON; publish over ZeroMQ where pages are: keys publisher (zmq or null), endpoint (tcp://127.0.0.1:5557), topic. "
+            "Not given: nothing is published."
+        ),
+    ] = ""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _about("Least severe log line that is shown.")] = "info"
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from engine.attention.torch_backend import TorchBackend
 from engine.config import load_config
 from engine.grammar import Grammars
+from engine.kv_events import EventsConfig, KvEventPublisher
 from engine.messages import CachedTokens, RequestFailed, TokensOut
 from engine.metrics import EngineMetrics
 from engine.model import load_model
@@ -27,6 +28,7 @@ from engine.store_admin import StoreAdmin
 from hicache.cache import HiCache
 from hicache.config import CacheConfig
 from hicache.errors import ConfigError, RequestRefused
+from hicache.events import PageEvents
 from hicache.keys import Namespace
 from hicache.pools import DevicePool, HostPool
 from hicache.transfer.copier import ThreadCopier
@@ -69,6 +71,9 @@ class EngineCore:
         self._runner = ModelRunner(model, TorchBackend(device.data, self._geometry, model.layers, model.dtype))
         self._sampler = Sampler()
         self._grammars = Grammars(model.tokenizer, model.eos_token_ids)
+        published = EventsConfig.parse(config.kv_events_config)
+        self._publisher = None if published is None else KvEventPublisher(published, self._geometry.page_size)
+        self._events = None if published is None else PageEvents()
         store = _open_store(config)
         self.cache = HiCache(
             _cache_config(config, sizes.device_pages, sizes.host_pages),
@@ -78,6 +83,7 @@ class EngineCore:
             store=store,
             secret=os.urandom(32),
             labels={"model": config.name, "fingerprint": self._fingerprint},
+            events=self._events,
         )
         self.store_admin = StoreAdmin(self.cache, store, self._reopen_store)
         limits = Limits(config.max_running_requests, config.chunked_prefill_size)
@@ -167,6 +173,8 @@ class EngineCore:
         """Compute one batch and return what it brought; None if there was nothing to compute."""
         refused = self._queue_compiled() if self._grammars else []
         out = self._compute()
+        if self._publisher is not None and self._events is not None:
+            self._publisher.publish(self._events.take())
         return (refused or None) if out is None else refused + out
 
     def _compute(self) -> list[ToServer] | None:
@@ -328,6 +336,8 @@ class EngineCore:
         self.cache.persist(persist_s)
         self.cache.close()
         self.store_admin.close()
+        if self._publisher is not None:
+            self._publisher.close()
 
     def _reopen_store(self, flags: Mapping[str, Any]) -> PageStore | None:
         """Open the store that the server's flags, with some of them replaced, describe. Any thread."""

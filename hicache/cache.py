@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
     from hicache.config import CacheConfig
+    from hicache.events import PageEvents
     from hicache.geometry import PageGeometry
     from hicache.keys import Namespace
     from hicache.pools import HostPool
@@ -86,13 +87,14 @@ class HiCache:
         store: PageStore | None = None,
         secret: bytes = b"",
         labels: Mapping[str, str] | None = None,
+        events: PageEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
         make_worker: Callable[[PageStore, HostPool, SimpleQueue[Operation]], StoreRunner] = StoreWorker,
     ) -> None:
         """Build an empty cache. With host pages, `make_copier` (given the completion queue) and `host` are needed.
 
         secret: seeds the key chain; a store's own secret is used where there is one. labels: readable facts about the model
-        that a store keeps beside its namespaces.
+        that a store keeps beside its namespaces. events: is told where pages are; the caller takes them after each step.
         """
         completions: SimpleQueue[Operation] = SimpleQueue()
         self.config = config
@@ -108,6 +110,7 @@ class HiCache:
             completions=completions,
             worker=make_worker(store, host, completions) if store is not None and host is not None else None,
             clock=clock,
+            events=events,
         )
         assert config.host_pages == 0 or self._t.copier is not None, "a host pool needs a copier"
         self._mover = Mover(self._t)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from hicache.lease import Prefetch
 from hicache.page_table import NOWHERE, STORED
 from hicache.policies.prefetch import prefetch_deadline_s
+from hicache.tiers import as_ids
 from storage.base import PageRef
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
     from hicache.lease import Lease
@@ -171,10 +171,11 @@ class Prefetcher:
         if len(rest):
             ids = t.table.new(len(rest))
             t.table.stored[ids] = STORED
-            t.land_on_host(np.array(ids, np.int32), rest)
             at = (first + match.pages) * page
             tokens = lease.tokens[at : (first + len(slots)) * page]
             grown = tree.grow(end, tokens, ids, on_device=False, priority=lease.priority)
+            t.introduce(grown, as_ids(ids))
+            t.land_on_host(as_ids(ids), rest)
             if grown is not end:
                 tree.pin(grown)
                 tree.unpin(end)

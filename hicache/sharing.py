@@ -75,9 +75,10 @@ class Sharing:
         pages = t.table.new(full - lease.shared)
         ids = as_ids(pages)
         t.table.hits[ids] = hits = self._seen_before(lease, full)
-        t.land_on_device(ids, lease.slots[lease.shared : full].copy())
         tokens = lease.tokens[lease.shared * page : full * page]
         node = t.tree.grow(lease.node, tokens, pages, on_device=True, priority=lease.priority)
+        t.introduce(node, ids)
+        t.land_on_device(ids, lease.slots[lease.shared : full].copy())
         lease.shared = full
         if node is not lease.node:
             self.move_pin(lease, node)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicache.config import CacheConfig
+    from hicache.events import PageEvents
     from hicache.geometry import PageGeometry
     from hicache.keys import KeyChain, Namespace
     from hicache.metrics import CacheMetrics
@@ -77,6 +78,7 @@ class Tiers:
     completions: SimpleQueue[Operation]
     worker: StoreRunner | None = None
     clock: Callable[[], float] = time.monotonic
+    events: PageEvents | None = None
     mirrors: dict[int, None] = field(default_factory=dict)
     namespaces: dict[bytes, Known] = field(default_factory=dict)
     storing: dict[Operation, None] = field(default_factory=dict)
@@ -134,6 +136,17 @@ class Tiers:
             self.namespaces[new] = Known(namespace, NamespaceInfo(new, info.labels, info.tenant))
             self.tree.rename_root(key, new)
         self.forget_stored()
+        if self.events is not None:
+            self._announce_anew(self.events)
+
+    def _announce_anew(self, events: PageEvents) -> None:
+        """All keys have changed: announce every page under its new one."""
+        for node in self.tree.nodes():
+            ids = as_ids(node.pages)
+            events.forget(ids.tolist())
+            self.introduce(node, ids)
+            events.landed(ids[self.table.device_slots.take(ids) != NOWHERE].tolist(), "device")
+            events.landed(ids[self.table.host_slots.take(ids) != NOWHERE].tolist(), "host")
 
     def forget_stored(self) -> None:
         """Take it that the store has none of the pages in memory."""
@@ -183,9 +196,16 @@ class Tiers:
 
     # ---- copies of pages
 
+    def introduce(self, node: Node, ids: Ids) -> None:
+        """Tell whoever follows events what the last pages of `node`, which are new, stand for."""
+        if self.events is not None:
+            self.events.introduce(ids.tolist(), self.refs(node, len(node.pages) - len(ids), len(ids)))
+
     def land_on_device(self, ids: Ids, slots: Ids) -> None:
         """The bytes of these pages are in these device slots now, which become theirs."""
         self.table.device_slots[ids] = slots
+        if self.events is not None:
+            self.events.landed(ids.tolist(), "device")
         for i, host in zip(ids.tolist(), self.table.host_slots.take(ids).tolist(), strict=True):
             if host != NOWHERE:
                 self.mirrors[i] = None
@@ -193,6 +213,8 @@ class Tiers:
     def land_on_host(self, ids: Ids, slots: Ids) -> None:
         """The bytes of these pages are in these host slots now, which become theirs."""
         self.table.host_slots[ids] = slots
+        if self.events is not None:
+            self.events.landed(ids.tolist(), "host")
         for i, device in zip(ids.tolist(), self.table.device_slots.take(ids).tolist(), strict=True):
             if device != NOWHERE:
                 self.mirrors[i] = None
@@ -201,6 +223,8 @@ class Tiers:
         """Free these pages' device slots."""
         self.device.give(self.table.device_slots.take(ids))
         self.table.device_slots[ids] = NOWHERE
+        if self.events is not None:
+            self.events.left(ids.tolist(), "device")
         for i in ids.tolist():
             self.mirrors.pop(i, None)
 
@@ -208,6 +232,8 @@ class Tiers:
         """Free these pages' host slots."""
         self.host.give(self.table.host_slots.take(ids))
         self.table.host_slots[ids] = NOWHERE
+        if self.events is not None:
+            self.events.left(ids.tolist(), "host")
         for i in ids.tolist():
             self.mirrors.pop(i, None)
 
@@ -228,6 +254,8 @@ class Tiers:
         busy = table.host_busys.take(ids) != 0
         self.orphans.update(ids[busy].tolist())
         self._forget_rows(ids[~busy])
+        if self.events is not None:
+            self.events.forget(ids.tolist())
 
     def forget_orphans(self, ids: Ids) -> None:
         """Free those of these pages that were forgotten while they were written to the store, which has ended."""
