@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from engine.messages import SamplingParams
+from hicache.errors import ConfigError
 from hicache.transfer.operation import OpKind
 from tests.engine_driver import Driver
 from tests.models import make_tiny_model
@@ -203,3 +204,13 @@ def test_a_stop_token_ends_the_answer(engine: Callable[..., Driver]) -> None:
     driver.run()
     assert driver.tokens[rid] == free[: free.index(stop) + 1]
     assert driver.last[rid].finish_reason == "stop"
+
+
+def test_a_pool_too_small_for_one_request_is_refused_at_start(model: Path) -> None:
+    with pytest.raises(ConfigError, match="the device pool holds 64 tokens, too few for one request"):
+        Driver(model, max_total_tokens=64)
+
+
+def test_a_host_pool_that_memory_can_not_hold_is_refused_at_start(model: Path) -> None:
+    with pytest.raises(ConfigError, match="does not fit into"):
+        Driver(model, enable_hierarchical_cache=True, hicache_size=1e6)
