@@ -33,6 +33,7 @@ class Request:
 
     limit: tokens, prompt included, at which it ends whatever happens (max_new_tokens, context length and pool size).
     computed: leading tokens whose KV is in its pages. serial: order of arrival. arrived_s: by the scheduler's clock.
+    noted: what the schedule policy wrote down when it first saw the request.
     prompt_logprobs: of prompt tokens, as far as they are scored; None unless asked for.
     """
 
@@ -45,6 +46,7 @@ class Request:
     computed: int = 0
     generated: int = 0
     arrived_s: float = 0.0
+    noted: float | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
 
     @property

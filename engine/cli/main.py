@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from engine.cli import bench_multiturn, bench_store, bench_tree, simulate, store
+from engine.cli import bench_multiturn, bench_schedule, bench_store, bench_tree, simulate, store
 from engine.cli.serve import serve_command
 
 __all__ = ["app"]
@@ -25,3 +25,4 @@ app.command("simulate")(simulate.simulate)
 bench.command("tree")(bench_tree.tree)
 bench.command("store")(bench_store.store)
 bench.command("multiturn")(bench_multiturn.multiturn)
+bench.command("schedule")(bench_schedule.schedule)

@@ -1,13 +1,21 @@
-"""`cache-aware`: the request that costs least to compute first, where a shared prefix is charged to all who wait for it.
+"""`cache-aware`: what is cheap to compute goes first, as far as that is fair to the rest.
 
-Requests in a cluster with a common prefix that is not in memory each bear a part of it, so a large cluster's first request, its
-pioneer, goes early; its siblings wait until the prefix is there (`engine.schedule.sharing`), and cost little by then.
-So far this is Smith's rule, shortest first, with the cost of a prefix spread over its users.
+The cost of a request is the tokens of its prompt that are not in memory. A prefix that several wait for is charged to all of
+them in equal parts, so the first of a large cluster, its pioneer, is cheap; its siblings wait until the prefix is there
+(`engine.schedule.sharing`), and are cheaper still. Of two requests that arrive together the cheaper one goes first.
 
-Requests without siblings have a lane of their own, in order of arrival, and the lanes take turns by stride: each lane gets
-computing time in proportion to what waits in it. So long lonely prompts are not starved by short and shared ones.
+Time is counted in tokens served. A request's rank is the time it arrived plus a handicap that grows with its cost and levels
+off:
 
-After PEEK (arXiv 2607.02525) and Strata (OSDI '26), and stride scheduling (Waldspurger and Weihl, 1995).
+    rank = arrival + HANDICAP * mean * cost / (cost + KNEE * mean)        mean: of the costs of late
+
+So what is cheap overtakes what is dear, but nobody is overtaken for ever: after HANDICAP times the mean cost in tokens served,
+all that comes later ranks behind. Among dear requests the order is nearly that of arrival, which keeps the longest waits short.
+A request without siblings never counts as dearer than the mean: nobody else gains by what it computes, so that it would be
+passed over by all clusters otherwise.
+
+Ideas: pioneers and siblings, and shortest remaining prefill first, from PEEK (arXiv 2607.02525) and Strata (OSDI '26); service
+as time, from stride scheduling (Waldspurger and Weihl, 1995).
 """
 
 from __future__ import annotations
@@ -15,7 +23,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from engine.schedule.prefixes import PrefixOrder
-from engine.schedule.ranked import RankedQueue
 
 if TYPE_CHECKING:
     from engine.request import Request
@@ -23,86 +30,52 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheAware"]
 
-
-class _Lane:
-    """Stride scheduling's view of a lane: what waits in it, in tokens, and how far it has been served."""
-
-    def __init__(self) -> None:
-        self.waiting = 0.0
-        self.served = 0.0
-        self._costs: dict[Request, float] = {}
-
-    def put(self, request: Request, cost: float) -> None:
-        """A request waits here, and is worth so many tokens."""
-        self.discard(request)
-        self._costs[request] = cost
-        self.waiting += cost
-
-    def discard(self, request: Request) -> float:
-        """A request does not wait here any more; returns what it was worth."""
-        cost = self._costs.pop(request, 0.0)
-        self.waiting = self.waiting - cost if self._costs else 0.0
-        return cost
-
-    def __len__(self) -> int:
-        return len(self._costs)
+HANDICAP = 200.0
+KNEE = 0.3
+LATE = 1000
+"""Requests over which the mean cost is taken, about."""
 
 
 class CacheAware(PrefixOrder):
-    """Least shared cost first; a lane by arrival for those without siblings."""
+    """Cheapest first, with a handicap that is bounded; a shared prefix costs each sibling a part."""
 
     def __init__(self, cache: HiCache) -> None:
         super().__init__(cache)
         self._page_size = cache.geometry.page_size
-        self._lonely = RankedQueue()
-        self._shared_lane, self._lonely_lane = _Lane(), _Lane()
+        self._served = 0.0
+        self._seen = 0
+        self._mean = 0.0
 
-    def _rank(self, request: Request) -> float:
-        """Tokens that it must compute, those that others wait for too divided among all of them."""
-        node = self._trie.node_of(request)
-        pages = sum((each.end - each.known) / each.count for each in self._trie.path(node) if each.parent)
-        return pages * self._page_size + request.num_tokens - node.end * self._page_size
-
-    def _put(self, request: Request) -> None:
-        cost = self._rank(request)
-        mine, other = self._shared_lane, self._lonely_lane
-        if self._is_lonely(request):
-            mine, other = other, mine
-            self._queue.discard(request)
-            self._lonely.put(request, 0)
-        else:
-            self._lonely.discard(request)
-            self._queue.put(request, cost)
-        other.discard(request)
-        if not len(mine):
-            mine.served = max(mine.served, other.served)
-        mine.put(request, cost)
-
-    def _is_lonely(self, request: Request) -> bool:
-        """Whether most of its prompt is not in memory and nobody else waits for that."""
-        own = sum(
-            each.end - each.known for each in self._trie.path(self._trie.node_of(request)) if each.count == 1 and each.parent
-        )
-        return 2 * own * self._page_size > request.num_tokens
-
-    def discard(self, request: Request) -> None:
-        """Let a request go."""
-        super().discard(request)
-        self._lonely.discard(request)
-        self._shared_lane.discard(request)
-        self._lonely_lane.discard(request)
+    def add(self, request: Request) -> None:
+        """Take a request in; a returning one keeps its time of arrival."""
+        super().add(request)
+        if request.noted is None:
+            request.noted = self._served
+            self._seen += 1
+            self._mean += (self._alone_cost(request) - self._mean) / min(self._seen, LATE)
+            self._queue.put(request, self._rank(request))
 
     def take(self, request: Request) -> None:
-        """Let a request go that was admitted, and charge its lane."""
-        waiting = self._shared_lane.waiting + self._lonely_lane.waiting
-        for lane in (self._shared_lane, self._lonely_lane):
-            before = lane.waiting
-            if cost := lane.discard(request):
-                lane.served += cost * waiting / before
-        self.discard(request)
+        """Let a request go that was admitted: what it computes is served."""
+        self._served += self._alone_cost(request)
+        super().take(request)
 
-    def _best(self) -> Request | None:
-        shared, lonely = super()._best(), self._lonely.first()
-        if shared is None or lonely is None:
-            return shared or lonely
-        return lonely if self._lonely_lane.served <= self._shared_lane.served else shared
+    def _rank(self, request: Request) -> float:
+        cost, mean = self._cost(request), max(1.0, self._mean)
+        return (request.noted or 0.0) + HANDICAP * mean * cost / (cost + KNEE * mean)
+
+    def _alone_cost(self, request: Request) -> int:
+        """Tokens that it would compute if nobody shared them; at least one."""
+        return request.num_tokens - self._trie.known_pages(request) * self._page_size
+
+    def _cost(self, request: Request) -> float:
+        """Its tokens that are not in memory, those that others wait for too divided by their number."""
+        end = self._trie.node_of(request)
+        cost = float(request.num_tokens - end.end * self._page_size)
+        own = cost
+        for node in self._trie.path(end):
+            tokens = (node.end - node.known) * self._page_size
+            if tokens:
+                cost += tokens / node.count
+                own += tokens if node.count == 1 else 0
+        return min(cost, self._mean) if 2 * own > request.num_tokens else cost

@@ -44,10 +44,6 @@ class PrefixOrder(ABC):
         """Take a request in: match it once."""
         self._trie.add(request)
         self._trie.learn(request, self._cache.cached_pages(request.lease))
-        self._put(request)
-
-    def _put(self, request: Request) -> None:
-        """Queue a request of the trie where it belongs now."""
         self._queue.put(request, self._rank(request))
 
     def discard(self, request: Request) -> None:
@@ -69,11 +65,7 @@ class PrefixOrder(ABC):
         """Who goes next."""
         for _ in range(min(RERANKED, len(self._changed))):
             changed, _ = self._changed.popitem()
-            self._put(changed)
-        return self._best()
-
-    def _best(self) -> Request | None:
-        """The first of the queue whose rank holds."""
+            self._queue.put(changed, self._rank(changed))
         for _ in range(CORRECTED):
             request = self._queue.first()
             if request is None or not self._got_worse(request):
@@ -84,8 +76,9 @@ class PrefixOrder(ABC):
         """Match a request again and rank it by that; whether it had been ranked too well."""
         before = self._queue.rank(request)
         self._trie.learn(request, self._cache.cached_pages(request.lease))
-        self._put(request)
-        return request not in self._queue or self._queue.rank(request) > before
+        now = self._rank(request)
+        self._queue.put(request, now)
+        return now > before
 
 
 class LongestPrefixMatch(PrefixOrder):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.messages import GenerateRequest, SamplingParams
@@ -127,6 +128,7 @@ class Replay:
         policy = make_policy(setting.policy, self.cache, setting.max_wait_s, self.clock, random.Random(setting.seed))
         self.scheduler = Scheduler(self.cache, policy, limits, self.clock)
         self.prompt_tokens_computed = 0
+        self.scheduling_s = 0.0  # wall time
         self.order: list[int] = []
         self.first_token_s: dict[int, float] = {}
         self.cached: dict[int, int] = {}
@@ -172,7 +174,9 @@ class Replay:
     def step(self) -> bool:
         """Compute one step, if there is something to compute."""
         self.cache.poll()
+        started = time.perf_counter()
         step = self.scheduler.schedule()
+        self.scheduling_s += time.perf_counter() - started
         if step is None:
             return False
         self.clock.now += self.machine.costs.of(step)
@@ -181,7 +185,10 @@ class Replay:
                 self.cached[request.serial] = request.lease.cached
                 self.order.append(request.serial)
             self.prompt_tokens_computed += max(0, min(chunk.end, request.lease.prompt_tokens) - chunk.start)
-        for row in self.scheduler.computed(step):
+        started = time.perf_counter()
+        rows = self.scheduler.computed(step)
+        self.scheduling_s += time.perf_counter() - started
+        for row in rows:
             self._advance(step.requests[row])
         return True
 
