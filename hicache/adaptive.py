@@ -8,7 +8,7 @@ return by then over the expected time until then or the return.
     groups     kind x new tail: kind is first turn, fork of a conversation, second, third to fourth, later turn; the pages of
                the tail are counted in octaves
                SHARED, a prefix that requests branched off from
-               SUPERSEDED, a last page in place of which a conversation went on with another (worth nothing)
+               ENDS, last pages of requests, while those rarely come back with the rest (a conversation goes on within them)
 
 A tier keeps its leaves in cells, one for each group and age; the least of the cells that are not empty goes first, in it the
 oldest leaf. Aging moves a leaf from cell to cell, about once an octave. No operation walks the leaves.
@@ -38,7 +38,8 @@ L = TypeVar("L")
 
 KINDS = 5  # first turn; fork of a conversation; second turn; third and fourth; later
 TAILS = 12
-GROUPS = KINDS * TAILS + 2  # the last two: SUPERSEDED, which is -2, and SHARED, which is -1
+GROUPS = KINDS * TAILS + 2  # the last two: ENDS, which is -2, and SHARED, which is -1
+ENDS = -2
 STEPS = 2
 OCTAVES = 44
 CELLS = GROUPS * OCTAVES
@@ -48,10 +49,14 @@ EPOCH = 64
 AGING = 32
 """Requests between two looks at what has outgrown its cell."""
 
-WARM_UP = 10
+WARM_UP = 4
 """Epochs of plain LRU before what was learned is used."""
 
 DECAY = 0.99
+END_WEIGHT = 0.02
+RARE = 0.5
+"""Share of returns below which last pages are a group of their own."""
+
 PRIOR = 20.0
 """Returns that the expectation counts for in each cell."""
 
@@ -181,6 +186,7 @@ class Learner:
 
     def __init__(self) -> None:
         self.now_us = 0
+        self.end_share = 1.0  # of returns that bring the last page back
         self.ranking: list[int] = []  # cells, least worth first; empty until enough was seen
         self._orders: list[Cells[object]] = []
         self._returns = np.zeros((GROUPS, OCTAVES))
@@ -213,6 +219,10 @@ class Learner:
         self._visits.discard(visit)
         self._returns[group, octave_of(self.now_us - since_us)] += 1
 
+    def note_end(self, came_back: bool) -> None:
+        """A request came back; whether it did so with its last page."""
+        self.end_share += END_WEIGHT * (came_back - self.end_share)
+
     def forget(self, visit: object) -> None:
         """It can't be told any more whether it comes back."""
         self._visits.discard(visit)
@@ -226,7 +236,7 @@ class Learner:
     def _learn(self) -> None:
         if self._requests >= WARM_UP * EPOCH:
             worth = worth_of(self._hazards())
-            worth[-2] = 0.0
+            worth[ENDS] *= self.end_share
             self.ranking = np.argsort(worth.ravel(), kind="stable").tolist()
             for cells in self._orders:
                 cells.arrange(self.ranking)
@@ -286,7 +296,8 @@ class AdaptiveOrder(Generic[L]):
 
     def add(self, leaf: L, usage: Usage) -> None:
         """List a leaf, or move it to where its usage now belongs."""
-        self._cells.add(leaf, usage.group, usage.tick, self._learner.now_us)
+        rare_end = usage.ends and self._learner.end_share < RARE
+        self._cells.add(leaf, ENDS if rare_end else usage.group, usage.tick, self._learner.now_us)
 
     def discard(self, leaf: L) -> None:
         """Take a leaf off the list, if it is on it."""

@@ -27,7 +27,7 @@ from prometheus_client.core import GaugeMetricFamily
 
 from hicache.backup import Backup
 from hicache.errors import CacheClosed, ConfigError
-from hicache.eviction import SHARED, SUPERSEDED
+from hicache.eviction import SHARED
 from hicache.gauges import pool_gauges
 from hicache.hints import Hints
 from hicache.keys import KeyChain
@@ -139,8 +139,8 @@ class HiCache:
         lease = Lease(root=root, tokens=data, prompt_tokens=len(tokens), priority=priority, max_cached_tokens=max_cached_tokens)
         if self.config.reuse:
             match = self._match(lease)
-            behind, match = match.node, match._replace(node=self._sharing.ends_at(match))  # what lies behind it was not used
-            self._t.tree.touch(match.node, priority, group=self._sight(lease, match.node, behind))
+            match = match._replace(node=self._sharing.ends_at(match))  # what lies behind it was not used
+            self._t.tree.touch(match.node, priority, group=self._sight(lease))
             lease.found = (match.device, match.pages - match.device, 0)
             self._prefetcher.begin(lease, match, self._limit_pages(lease))
         return lease
@@ -223,6 +223,8 @@ class HiCache:
         t = self._t
         self._prefetcher.stop(lease)
         if lease.node is not None:
+            if t.ghosts is not None:
+                lease.node.device.ends = lease.node.host.ends = True
             t.tree.touch(lease.node, lease.priority, hits=0, group=lease.group)
             t.tree.unpin(lease.node)
             lease.node = None
@@ -350,11 +352,8 @@ class HiCache:
 
     # ---- helpers
 
-    def _sight(self, lease: Lease, lease_end: Node, behind: Node) -> int:
-        """Let the ghosts know of a request; returns the group of what the tree has of its path.
-
-        behind: the node that `lease_end`, the last one it found, was split from.
-        """
+    def _sight(self, lease: Lease) -> int:
+        """Let the ghosts know of a request; returns the group of what the tree has of its path."""
         t = self._t
         if t.ghosts is None:
             return 0
@@ -362,8 +361,6 @@ class HiCache:
         sighting = t.ghosts.see(bytes(lease.root.hashes), lease.tokens, max(0, self._limit_pages(lease)), t.tree.now)
         lease.group = sighting.group
         lease.counts = sighting.counts
-        if sighting.goes_on and behind is not lease_end and behind.children is None and len(behind.pages) == 1:
-            t.tree.regroup(behind, SUPERSEDED)
         return SHARED if sighting.branches else sighting.group
 
     def _limit_pages(self, lease: Lease) -> int:

@@ -25,10 +25,10 @@ from hicache.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["POLICIES", "SHARED", "SUPERSEDED", "EvictionOrder", "LeafOrder", "Policy", "Usage"]
+__all__ = ["POLICIES", "SHARED", "EvictionOrder", "LeafOrder", "Policy", "Usage"]
 
-SHARED, SUPERSEDED = -1, -2
-"""Groups of a prefix that requests branched off from, and of the last page of a turn that was gone on from otherwise."""
+SHARED = -1
+"""Group of a prefix that requests branched off from."""
 
 L = TypeVar("L")
 
@@ -36,16 +36,17 @@ L = TypeVar("L")
 class Usage:
     """How a leaf was used in one tier: `tick` of the last use (or of its birth), `hits` so far, `priority` of its requests.
 
-    group: what kind of request used it last; of meaning to `hicache.adaptive` alone.
+    group: what kind of request used it last; ends: a request ended with its last page. Of meaning to `hicache.adaptive` alone.
     """
 
-    __slots__ = ("group", "hits", "priority", "tick")
+    __slots__ = ("ends", "group", "hits", "priority", "tick")
 
     def __init__(self, tick: int = 0, hits: int = 0, priority: int = 0) -> None:
         self.tick = tick
         self.hits = hits
         self.priority = priority
         self.group = 0
+        self.ends = False
 
     def absorb(self, child: Usage, *, recency: bool) -> None:
         """Take over what a child that is gone had: uses of a child were uses of its parent, each counted once."""

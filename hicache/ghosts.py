@@ -83,8 +83,11 @@ class Ghosts:
         branches = not goes_on and match.pages > 0
         visit = self._visit(known if goes_on else None, tail, forks=branches and known is None)
         visit.last = hash(bytes(tokens[end : end + size]))
-        if known is not None and not tail and known.last == visit.last:
-            visit.last_count = known.last_count + 1
+        if known is not None and goes_on:
+            again = known.last == hash(bytes(tokens[match.pages * size : (match.pages + 1) * size]))
+            self._learner.note_end(again)
+            if again and not tail:
+                visit.last_count = known.last_count + 1
         self._note_returns(node)
         if branches:
             self._enter(node, _Visit(1, SHARED, self._learner.now_us))

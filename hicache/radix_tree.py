@@ -296,6 +296,7 @@ class RadixTree:
         assert node.children is None
         assert not node.users, "a pinned node is never cut"
         keep = len(node.pages) - count
+        node.host.ends = False
         on_device = max(0, node.device_len - keep)
         self.host_only_pages -= count - on_device
         self._shrink_device(node, on_device)
@@ -313,6 +314,7 @@ class RadixTree:
         if count == 0:
             return
         node.device_len -= count
+        node.device.ends = False
         self.device_pages -= count
         if node.users:
             self.pinned_device_pages -= count
@@ -357,11 +359,6 @@ class RadixTree:
         usage.priority = max(usage.priority, priority)
         if node in order:
             order.add(node, usage)
-
-    def regroup(self, node: Node, group: int) -> None:
-        """Note that `node`, which was not used, is of another group now."""
-        node.host.group = node.device.group = group
-        self._relist(node)
 
     def pin(self, node: Node) -> None:
         """Protect `node` and its ancestors from eviction in every tier until `unpin`."""

@@ -101,7 +101,8 @@ class Reclaimer:
     def _demote(self, node: Node, most: int) -> bool:
         """Let a run of pages at the end of the node's device part go, all by the same way; False if they must wait."""
         t = self._t
-        idle = t.idle_tail(t.table.device_busy, node.pages, node.device_len, max(1, most))
+        most = 1 if node.device.ends else max(1, most)
+        idle = t.idle_tail(t.table.device_busy, node.pages, node.device_len, most)
         fate = self._fate(node, node.device_len - 1)
         count = 1
         while count < idle and self._fate(node, node.device_len - 1 - count) is fate:
@@ -223,7 +224,8 @@ class Reclaimer:
         """Let a run of host-only pages at the end of a leaf go: to the store if it may not have them, else for good."""
         t = self._t
         pages, end = node.pages, len(node.pages)
-        idle = t.idle_tail(t.table.host_busy, pages, end, max(1, min(most, node.host_len)))
+        most = 1 if node.host.ends else max(1, min(most, node.host_len))
+        idle = t.idle_tail(t.table.host_busy, pages, end, most)
         state, admitted = self._disk_state(pages[end - 1])
         count = 1
         while count < idle and self._disk_state(pages[end - 1 - count]) == (state, admitted):

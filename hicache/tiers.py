@@ -45,6 +45,9 @@ STALL_S = 2.0
 GHOSTS_A_PAGE = 4
 """Evicted pages that are remembered for each page in memory."""
 
+LEAST_GHOSTS = 1 << 16
+"""Pages that are remembered however few fit into memory; each takes little more than its tokens."""
+
 
 def as_ids(pages: array[int]) -> Ids:
     """An own int32 array of a run of pages (a view would keep the run from growing)."""
@@ -101,7 +104,10 @@ class Tiers:
         self.ghosts: Ghosts | None = None
         if make_order is not None or self.rules.counts_uses:
             self.ghosts = Ghosts(
-                self.geometry.page_size, (1 + GHOSTS_A_PAGE) * self.table.capacity, learner, counts=self.rules.counts_uses
+                self.geometry.page_size,
+                max(LEAST_GHOSTS, (1 + GHOSTS_A_PAGE) * self.table.capacity),
+                learner,
+                counts=self.rules.counts_uses,
             )
         self.tree = RadixTree(self.geometry.page_size, config.eviction, self.chain.key_bytes, make_order)
 
