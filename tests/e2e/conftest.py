@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,7 +75,8 @@ def server(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., ServerPr
 
     Each gets a free port, and the session's cache folder unless `env` says otherwise.
     """
-    yield from servers(tmp_path, model_cache)
+    with servers(tmp_path, model_cache) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +89,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, model_cache: Path) -> Iterator[ServerProcess]:
     """A server of the tiny model over three tiers, shared by all tests that change nothing for good."""
     folder = tmp_path_factory.mktemp("server")
-    for start in servers(folder, model_cache):
+    with servers(folder, model_cache) as start:
         yield start(*tiny_flags(tiny_model, folder / "store"))
 
 
@@ -102,8 +104,9 @@ def tiny_flags(model: Path, store: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@contextmanager
 def servers(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """Yield what starts servers; stop them afterwards."""
+    """What starts servers; all are stopped at the end."""
     started: list[ServerProcess] = []
 
     def start(*flags: str, env: Mapping[str, str] | None = None) -> ServerProcess:
@@ -117,13 +120,15 @@ def servers(tmp_path: Path, model_cache: Path) -> Iterator[Callable[..., ServerP
         running.wait_until_healthy()
         return running
 
-    yield start
-    for running in started:
-        try:
-            running.stop()
-        except subprocess.TimeoutExpired:
-            running.process.kill()
-            running.process.wait()
+    try:
+        yield start
+    finally:
+        for running in started:
+            try:
+                running.stop()
+            except subprocess.TimeoutExpired:
+                running.process.kill()
+                running.process.wait()
 
 
 @pytest.fixture(scope="session")
