@@ -1,0 +1,187 @@
+"""`hicache bench engine` and `hicache bench overhead`: the engine beside transformers, and the cache beside no cache.
+
+Both sides load the same model into this process and take turns, run by run, so that what else the machine does hits both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from engine.core import EngineCore
+
+__all__ = ["engine", "overhead"]
+
+
+class Figure(NamedTuple):
+    """Medians of two sides of one case in seconds, and how many times quicker ours is than the other."""
+
+    case: str
+    ours_s: float
+    other_s: float
+    ratio: float
+
+
+def engine(
+    model_path: Annotated[str, typer.Option(help="Model to run.")] = "smollm2",
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt that is computed in one step.")] = 1024,
+    contexts: Annotated[str, typer.Option(help="Contexts at which decoding is timed, in tokens.")] = "128,4000",
+    runs: Annotated[int, typer.Option(help="Runs a case; medians are shown.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line a case instead of a table.")] = False,
+) -> None:
+    """Prefill and decode through the engine against transformers' own generate, on the same model in the same run."""
+    _show(
+        _against_transformers(model_path, prompt_tokens, [int(n) for n in contexts.split(",")], runs), as_json, "transformers"
+    )
+
+
+def overhead(
+    model_path: Annotated[str, typer.Option(help="Model to run.")] = "smollm2",
+    prompt_tokens: Annotated[int, typer.Option(help="Prompt of each request; no two are alike.")] = 512,
+    output_tokens: Annotated[int, typer.Option(help="Answer of each request.")] = 16,
+    requests: Annotated[int, typer.Option(help="Requests a run, four at once.")] = 4,
+    runs: Annotated[int, typer.Option(help="Runs a side; medians are shown.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line instead of a table.")] = False,
+) -> None:
+    """What the cache costs when nothing is ever reused: three tiers on, against --disable-radix-cache."""
+    common = {"max_total_tokens": 2 * requests * (prompt_tokens + output_tokens), "max_running_requests": requests}
+    on = _core(
+        model_path, enable_hierarchical_cache=True, hicache_storage_backend="memory", hicache_storage_size="1GB", **common
+    )
+    off = _core(model_path, disable_radix_cache=True, **common)
+    serial = iter(range(10**9))
+
+    def load(core: EngineCore) -> None:
+        for _ in range(requests):
+            _ask(core, _tokens(prompt_tokens, next(serial)), output_tokens)
+        _drain(core)
+
+    figures = [_turns("no reuse at all", lambda: load(on), lambda: load(off), runs)]
+    _show(iter(figures), as_json, "cache off")
+    on.close(0.0)
+    off.close(0.0)
+
+
+def _against_transformers(model_path: str, prompt_tokens: int, contexts: list[int], runs: int) -> Iterator[Figure]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from engine.gguf import as_folder
+    from engine.tokenizer import resolve_model
+
+    source = as_folder(resolve_model(model_path), torch.float32)
+    assert source.gguf_file is None, "the model's folder in the cache could not be written"
+    hf = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
+    hf.train(False)
+    core = _core(model_path, disable_radix_cache=True, max_total_tokens=max(8192, 2 * max(contexts)), chunked_prefill_size=8192)
+    prompt = torch.tensor([_tokens(prompt_tokens, 1)])
+
+    @torch.inference_mode()
+    def forward() -> None:
+        hf(prompt, logits_to_keep=1)
+
+    yield _turns(f"prefill {prompt_tokens}", lambda: _answer(core, prompt[0].tolist(), 1), forward, runs)
+    for context in contexts:
+        yield _decode(core, hf, context, runs)
+    one = _timed(lambda: _answer_many(core, 1), runs)
+    eight = _timed(lambda: _answer_many(core, 8), runs)
+    yield Figure("batch 8 against 8 x batch 1, 128 + 32 tokens", eight, 8 * one, round(8 * one / eight, 3))
+    core.close(0.0)
+
+
+def _decode(core: EngineCore, hf: object, context: int, runs: int) -> Figure:
+    """Seconds a token, as the difference between a long answer and one token, on both sides."""
+    import torch
+
+    count, tokens = 17, _tokens(context, context)
+    prompt = torch.tensor([tokens])
+
+    @torch.inference_mode()
+    def generate(new: int) -> None:
+        hf.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False)  # type: ignore[attr-defined]
+
+    ours, other = [], []
+    for _ in range(runs):
+        ours.append((_seconds(lambda: _answer(core, tokens, count)) - _seconds(lambda: _answer(core, tokens, 1))) / (count - 1))
+        other.append((_seconds(lambda: generate(count)) - _seconds(lambda: generate(1))) / (count - 1))
+    return _figure(f"decode at {context}", ours, other)
+
+
+def _core(model_path: str, **flags: object) -> EngineCore:
+    from engine.config import load_config
+    from engine.core import EngineCore
+
+    return EngineCore(load_config({"model_path": model_path, "dtype": "float32", "device": "cpu", **flags}))
+
+
+def _tokens(count: int, seed: int) -> list[int]:
+    import random
+
+    rng = random.Random(seed)
+    return [rng.randrange(1000, 40000) for _ in range(count)]
+
+
+def _ask(core: EngineCore, prompt: list[int], output_tokens: int) -> None:
+    from engine.messages import GenerateRequest, SamplingParams
+
+    sampling = SamplingParams(max_new_tokens=output_tokens, temperature=0, ignore_eos=True)
+    refusal = core.add(GenerateRequest(os.urandom(8).hex(), prompt, sampling))
+    assert refusal is None, refusal
+
+
+def _drain(core: EngineCore) -> None:
+    while not core.idle:
+        if core.step() is None:
+            core.cache.wait(0.001)
+
+
+def _answer(core: EngineCore, prompt: list[int], output_tokens: int) -> None:
+    _ask(core, prompt, output_tokens)
+    _drain(core)
+
+
+def _answer_many(core: EngineCore, count: int) -> None:
+    for seed in range(count):
+        _ask(core, _tokens(128, seed), 32)
+    _drain(core)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _timed(run: Callable[[], object], runs: int) -> float:
+    return statistics.median(_seconds(run) for _ in range(runs))
+
+
+def _turns(case: str, ours: Callable[[], object], other: Callable[[], object], runs: int) -> Figure:
+    """Time both sides in turns, after one run of each that does not count."""
+    ours()
+    other()
+    pairs = [(_seconds(ours), _seconds(other)) for _ in range(runs)]
+    return _figure(case, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+
+def _figure(case: str, ours: list[float], other: list[float]) -> Figure:
+    a, b = statistics.median(ours), statistics.median(other)
+    return Figure(case, a, b, round(b / a, 4))
+
+
+def _show(figures: Iterator[Figure], as_json: bool, other: str) -> None:
+    if not as_json:
+        print(f"{'case':<46} {'hicache':>10} {other:>14} {'times quicker':>14}")
+    for figure in figures:
+        if as_json:
+            print(json.dumps(figure._asdict()), flush=True)
+        else:
+            print(f"{figure.case:<46} {figure.ours_s:>9.4f}s {figure.other_s:>13.4f}s {figure.ratio:>14.3f}", flush=True)
