@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -72,7 +73,10 @@ def tenant_name(cache_salt: str) -> str:
 
 
 class KeyChain:
-    """Computes page keys under one algorithm and one secret. Stateless after construction; any thread."""
+    """Computes page keys under one algorithm and one secret. Any thread.
+
+    root(namespace): key of the empty prefix: the parent key of every first page, and the namespace's digest.
+    """
 
     def __init__(self, algo: str, secret: bytes, page_size: int) -> None:
         if algo not in HASH_ALGOS:
@@ -81,9 +85,9 @@ class KeyChain:
         self._algo = algo
         self._secret = secret
         self._page_bytes = 4 * page_size
+        self.root = lru_cache(maxsize=1024)(self._root)  # asked for by every request
 
-    def root(self, namespace: Namespace) -> bytes:
-        """Key of the empty prefix: the parent key of every first page, and the namespace's digest."""
+    def _root(self, namespace: Namespace) -> bytes:
         framed = f"{self._algo}:{self._page_bytes}:".encode() + struct.pack("<I", len(self._secret)) + self._secret
         return self._hash(framed + namespace.encode())
 

@@ -132,10 +132,12 @@ def _run(cache: HiCache, blocks: np.ndarray) -> TierHits:
     """One request from arrival to end."""
     count = len(blocks)
     lease = cache.open(np.concatenate((blocks, _TAIL)), _NAMESPACE)
-    cache.poll()
+    if cache.in_flight:
+        cache.poll()
     while not cache.admit(lease, -2):  # neither the token after the blocks nor the next gets a page here
         _step(cache)
-    cache.poll()
+    if cache.in_flight:
+        cache.poll()
     while not cache.extend(lease, count):
         _step(cache)
     cache.commit(lease, count)

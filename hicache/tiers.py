@@ -227,20 +227,24 @@ class Tiers:
 
     def leave_device(self, ids: Ids) -> None:
         """Free these pages' device slots."""
+        if not len(ids):
+            return
         self.device.give(self.table.device_slots.take(ids))
         self.table.device_slots[ids] = NOWHERE
         if self.events is not None:
             self.events.left(ids.tolist(), "device")
-        for i in ids.tolist():
+        for i in ids.tolist() if self.mirrors else ():
             self.mirrors.pop(i, None)
 
     def leave_host(self, ids: Ids) -> None:
         """Free these pages' host slots."""
+        if not len(ids):
+            return
         self.host.give(self.table.host_slots.take(ids))
         self.table.host_slots[ids] = NOWHERE
         if self.events is not None:
             self.events.left(ids.tolist(), "host")
-        for i in ids.tolist():
+        for i in ids.tolist() if self.mirrors else ():
             self.mirrors.pop(i, None)
 
     def demote(self, node: Node, count: int) -> None:

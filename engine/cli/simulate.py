@@ -205,6 +205,9 @@ def _draw(done: list[Row], path: Path) -> None:
     for name, points in lines.items():
         axes.plot(*zip(*sorted(set(points)), strict=True), marker="o", linestyle="--" if name == "Belady" else "-", label=name)
     axes.set(xlabel="blocks, all tiers", ylabel="share of blocks hit, %", xscale="log")
+    sizes = sorted({sum(row.sizes) for row in done})
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150, bbox_inches="tight")
