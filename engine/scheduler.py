@@ -35,7 +35,7 @@ SCORED_TOKENS = 256
 """Most prompt tokens a step at which logits are kept: a row of logits weighs a hundred times a token's activations."""
 
 
-ASKED = 512
+ASKED = 256
 """Waiting requests looked at in a step, at most: of those aside, and of those the policy names."""
 
 
@@ -218,10 +218,8 @@ class Scheduler:
             return
         reserve = self._reserve_pages()
         for _ in range(ASKED):
-            if budget <= 0 or len(self.running) + len(self.loading) >= self._limits.max_running:
-                return
-            request = self._policy.first(self.running)
-            if request is None:
+            request = self._policy.first(self.running)  # asked at every step, so that ranks are kept up to date
+            if request is None or budget <= 0 or len(self.running) + len(self.loading) >= self._limits.max_running:
                 return
             if self._awaits_pages(request):
                 self._policy.discard(request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,6 +40,8 @@ def compare(
 ) -> Iterator[Row]:
     """Run a workload of each seed under each policy."""
     jobs = [make(seed) for seed in range(seeds)]
+    gc.collect()
+    gc.freeze()
     for policy in policies:
         figures = [_figures(each, Replay(machine, Setting(policy, seed=seed)).run(each)) for seed, each in enumerate(jobs)]
         yield Row(workload, policy, *(round(float(figure), 3) for figure in np.mean(figures, axis=0)))

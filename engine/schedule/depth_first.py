@@ -32,7 +32,7 @@ class DepthFirst:
 
     def add(self, request: Request) -> None:
         """Take a request in."""
-        for node in self._trie.path(self._trie.add(request)):
+        for node in self._trie.path(self._trie.add(request, self._trie.full_pages(request.lease))):
             if node.parent in self._heaviest:
                 heappush(self._heaviest[node.parent], _entry(node))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LongestPrefixMatch", "PrefixOrder"]
 
-RERANKED = 512
+RERANKED = 256
 """Requests ranked anew at most whenever somebody asks who goes next."""
 CORRECTED = 64
 """Requests whose rank turned out worse, at most, before the best one known is taken as it is."""
@@ -42,7 +42,7 @@ class PrefixOrder(ABC):
 
     def add(self, request: Request) -> None:
         """Take a request in: match it once."""
-        self._trie.add(request)
+        self._trie.add(request, self._trie.reusable_pages(request.lease))
         self._trie.learn(request, self._cache.cached_pages(request.lease))
         self._queue.put(request, self._rank(request))
 

@@ -6,7 +6,6 @@ position, as attention does.
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -128,6 +127,7 @@ class Replay:
         policy = make_policy(setting.policy, self.cache, setting.max_wait_s, self.clock, random.Random(setting.seed))
         self.scheduler = Scheduler(self.cache, policy, limits, self.clock)
         self.prompt_tokens_computed = 0
+        self.tokens_computed = 0  # of answers too
         self.scheduling_s = 0.0  # wall time
         self.order: list[int] = []
         self.first_token_s: dict[int, float] = {}
@@ -135,9 +135,7 @@ class Replay:
 
     def run(self, jobs: Sequence[Job]) -> Report:
         """Run every job to its end."""
-        todo = sorted(range(len(jobs)), key=lambda i: -jobs[i].arrival_s)
-        gc.collect()
-        gc.freeze()
+        todo = sorted(range(len(jobs)), key=lambda i: (-jobs[i].arrival_s, -i))
         while todo or not self.scheduler.idle:
             while todo and jobs[todo[-1]].arrival_s <= self.clock.now:
                 at = todo.pop()
@@ -146,7 +144,6 @@ class Replay:
                 assert todo or self.cache.in_flight, "requests are stuck"
                 if not self.cache.in_flight:
                     self.clock.now = jobs[todo[-1]].arrival_s
-        gc.unfreeze()
         return Report(
             ttft_s=[self.first_token_s[i] - job.arrival_s for i, job in enumerate(jobs)],
             cached=[self.cached[i] for i in range(len(jobs))],
@@ -184,6 +181,7 @@ class Replay:
             if request.serial not in self.cached:
                 self.cached[request.serial] = request.lease.cached
                 self.order.append(request.serial)
+            self.tokens_computed += len(chunk.tokens)
             self.prompt_tokens_computed += max(0, min(chunk.end, request.lease.prompt_tokens) - chunk.start)
         started = time.perf_counter()
         rows = self.scheduler.computed(step)

@@ -42,7 +42,7 @@ class Sharing:
 
     def begin(self, request: Request) -> None:
         """An admitted request will compute its prompt."""
-        self._pioneers.add(request)
+        self._pioneers.add(request, self._pioneers.full_pages(request.lease))
 
     def follow(self, request: Request, cached: int) -> bool:
         """Make a waiting request follow a pioneer, if one will compute pages after its `cached` ones; True if so."""

@@ -98,9 +98,14 @@ def _part(name: str, times: np.ndarray) -> Part:
 
 
 def _tiny_model(folder: Path) -> Path:
-    """Save a random Llama of one narrow layer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Save a random Llama of one narrow layer, with a tokenizer that nobody will use."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)  # type: ignore[no-untyped-call]
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=64,

@@ -1,7 +1,6 @@
 """A radix trie of prompts that are waiting or being computed: who shares which pages with whom.
 
-A node stands for pages [start, end) of every prompt that runs through it. A prompt ends where its reusable pages end: a page
-is reusable if a token comes after it, since the last token is computed in any case.
+A node stands for pages [start, end) of every prompt that runs through it.
 
     start ............ known ............ end
       in memory, so far   not computed yet
@@ -71,13 +70,16 @@ class PromptTrie:
     # ---- prompts
 
     def reusable_pages(self, lease: Lease) -> int:
-        """Pages of its tokens that could be reused."""
+        """Pages of its tokens that it could reuse: a token comes after them, since the last one is computed in any case."""
         return min(lease.num_tokens - 1, lease.max_cached_tokens) // self._page_size
 
-    def add(self, request: Request) -> TrieNode:
-        """Add a prompt that is not in here; returns the node it ends at."""
+    def full_pages(self, lease: Lease) -> int:
+        """Pages of its tokens that others could reuse once it has computed them."""
+        return lease.num_tokens // self._page_size
+
+    def add(self, request: Request, pages: int) -> TrieNode:
+        """Add the first `pages` pages of a prompt that is not in here; returns the node it ends at."""
         lease = request.lease
-        pages = self.reusable_pages(lease)
         node, at = self.walk(lease, pages)
         if node is self.top:
             node = self._attach(node, lease.root, lease.tokens, 0, 0)
