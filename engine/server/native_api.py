@@ -122,6 +122,7 @@ class _Order:
             cache_salt=body.cache_salt or "",
             extra_key=body.extra_key or "",
             priority=body.priority or 0,
+            routing_key=body.routing_key or "",
             top_logprobs=body.top(index),
             score_from=body.score_from(index),
         )

@@ -107,6 +107,7 @@ class GenerateBody(BaseModel):
     cache_salt: Key | None = None
     extra_key: Key | None = None
     priority: Priority | None = None
+    routing_key: Key | None = None
     return_cached_tokens_details: bool = False
 
     @property

@@ -70,6 +70,7 @@ class Order:
             cache_salt=body.cache_salt,
             extra_key=body.extra_key,
             priority=body.priority,
+            routing_key=body.routing_key,
             top_logprobs=self.top_logprobs,
             score_from=self.score_from,
             pin=self.pin if sibling == 0 else None,

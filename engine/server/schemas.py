@@ -120,6 +120,7 @@ class OpenAIBody(BaseModel):
     cache_salt: Key = ""
     extra_key: Key = ""
     priority: Priority = 0
+    routing_key: Key = ""
 
     @property
     def grammar(self) -> GrammarSpec | None:
