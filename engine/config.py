@@ -124,6 +124,14 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     admin_api_key: Annotated[str | None, _about("Bearer token for admin endpoints, which are then closed to all others.")] = (
         None
     )
+    request_timeout: Annotated[
+        float,
+        Meta(ge=0),
+        _about("Seconds that one request may take, waiting included, before it is ended with 504; 0: no limit."),
+    ] = 0.0
+    body_timeout: Annotated[
+        float, Meta(gt=0), _about("Seconds that a client may let pass between two parts of a request's body.")
+    ] = 30.0
     tool_call_parser: Annotated[
         Literal["auto", "hermes", "llama3", "none"],
         _about("Format of tool calls in answers; auto: the one that the chat template teaches."),

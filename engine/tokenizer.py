@@ -88,6 +88,7 @@ class Tokenizer:
         self.vocab_size: int = len(inner)
         self.eos_token_id: int | None = inner.eos_token_id
         self.has_chat_template: bool = bool(inner.chat_template)
+        self.longest_token_chars: int = max(map(len, inner.get_vocab()), default=1)
         self.chat_template = _template_text(inner.chat_template)
         self._special = frozenset(int(i) for i in inner.all_special_ids)
         self.token_bytes = functools.lru_cache(maxsize=65536)(self._token_bytes)

@@ -32,7 +32,8 @@ async def cache_stats(service: ServiceDep) -> Response:
     return json_response(await service.client.control("stats"))
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"])
+@router.get("/flush_cache")
+@router.post("/flush_cache")
 async def flush_cache(service: ServiceDep) -> Response:
     """Forget all cached pages that nobody uses."""
     return json_response(await service.client.control("flush"))

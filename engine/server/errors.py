@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
 
-__all__ = ["ApiError", "add_error_handlers", "api_error_of", "error_response", "too_long"]
+__all__ = ["ApiError", "add_error_handlers", "api_error_of", "error_response", "overloaded", "too_long"]
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,11 @@ class ApiError(Exception):
         message = self.message.encode(errors="replace").decode()
         error = {"message": message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
+
+
+def overloaded() -> ApiError:
+    """The error for a request too many."""
+    return ApiError(429, "too many requests are waiting; try again later", headers={"Retry-After": "1"})
 
 
 def too_long(prompt_tokens: int, answer_tokens: int, limit_tokens: int, *, param: str) -> ApiError:

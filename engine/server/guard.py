@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -39,6 +40,7 @@ class Guard:
         self._api_key = _bearer(config.api_key)
         self._admin_key = _bearer(config.admin_api_key)
         self._metrics = metrics
+        self._body_timeout_s = config.body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request (ASGI)."""
@@ -46,7 +48,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        call = _Call(scope, receive, send, headers)
+        call = _Call(receive, send, headers, self._body_timeout_s)
         with self._metrics.http_in_flight.track_inprogress():
             try:
                 refused = self._refusal(scope["path"], headers)
@@ -83,19 +85,26 @@ class Guard:
 
 
 class _Call:
-    """One request's channels, watched: bytes in are limited, the response gets its id and is remembered by status."""
+    """One request's channels, watched: a body is limited in bytes and in the time between its parts, the response gets its id
+    and is remembered by status."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
+    def __init__(self, receive: Receive, send: Send, headers: dict[bytes, bytes], body_timeout_s: float) -> None:
         self._receive = receive
         self._send = send
         self._left_bytes = MAX_BODY_BYTES
+        self._body_timeout_s: float | None = body_timeout_s  # None once the body is there
         self.status = 500
         given = headers.get(b"x-request-id", b"")
         self.id = given.decode() if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
     async def receive(self) -> Message:
-        """Receive, up to the limit (ASGI)."""
-        message = await self._receive()
+        """Receive, within the limits (ASGI)."""
+        try:
+            message = await asyncio.wait_for(self._receive(), self._body_timeout_s)
+        except TimeoutError:
+            raise HTTPException(408, "the body did not come in time") from None
+        if not message.get("more_body", False):
+            self._body_timeout_s = None
         self._left_bytes -= len(message.get("body", b""))
         if self._left_bytes < 0:
             raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")

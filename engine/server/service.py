@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.client import EngineClient, EngineError
 from engine.messages import CachedTokens
-from engine.server.errors import ApiError, too_long
+from engine.server.errors import ApiError, overloaded, too_long
 from engine.server.text import Detokenizer, StopStrings
 from hicache.errors import RequestRefused
 
@@ -27,6 +27,8 @@ __all__ = ["Answer", "Job", "Piece", "Service", "collect", "merge"]
 
 LONG_TEXT_CHARS = 2000
 """Longer texts are tokenised off the event loop: half a millisecond or more."""
+MAX_LONG_TEXTS = 256
+"""Long texts that may wait for the tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Service:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.started_s = int(time.time())
+        self._long_texts = 0
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
     @property
@@ -81,11 +84,23 @@ class Service:
         return prompt
 
     async def tokenize(self, text: str, encode: Callable[[], list[int]], *, param: str) -> list[int]:
-        """Run `encode`, in a thread if `text` is long. Raises ApiError."""
+        """Run `encode`, in a thread if `text` is long; one that can't fit into the context is not even tokenised.
+
+        Raises ApiError.
+        """
         try:
             if len(text) < LONG_TEXT_CHARS:
                 return encode()
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
+            least_tokens = len(text) // self.tokenizer.longest_token_chars
+            if least_tokens > self.context_length:
+                raise too_long(least_tokens, 0, self.context_length, param=param)
+            if self._long_texts >= MAX_LONG_TEXTS:
+                raise overloaded()
+            self._long_texts += 1
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
+            finally:
+                self._long_texts -= 1
         except RequestRefused as error:
             raise ApiError(400, str(error), param=param) from error
 
@@ -103,7 +118,7 @@ class Service:
         if not self.client.healthy:
             raise ApiError(503, "the engine is not running", code="engine_dead")
         if self.client.in_flight + len(jobs) > self.config.max_queued_requests:
-            raise ApiError(429, "too many requests are waiting; try again later", headers={"Retry-After": "1"})
+            raise overloaded()
         rids = [job.request.rid for job in jobs]
         taken = next((rid for i, rid in enumerate(rids) if self.client.knows(rid) or rid in rids[:i]), None)
         if taken is not None:
@@ -230,10 +245,13 @@ async def merge(service: Service, jobs: Sequence[Job]) -> AsyncGenerator[tuple[i
     pieces: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
 
     async def pump(index: int, job: Job) -> None:
+        limit_s = service.config.request_timeout or None
         try:
-            async with aclosing(service.run(job)) as run:
+            async with asyncio.timeout(limit_s), aclosing(service.run(job)) as run:
                 async for piece in run:
                     pieces.put_nowait((index, piece))
+        except TimeoutError:
+            pieces.put_nowait(ApiError(504, f"the request took longer than {limit_s:g} s", code="request_timeout"))
         except Exception as error:
             pieces.put_nowait(error)
 
