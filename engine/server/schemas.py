@@ -39,7 +39,7 @@ from engine.server.values import (
     top_k_of,
 )
 
-__all__ = ["ChatBody", "ChatMessage", "CompletionBody", "OpenAIBody"]
+__all__ = ["ChatBody", "ChatMessage", "CompletionBody", "JsonSchemaFormat", "OpenAIBody", "ResponseFormat"]
 
 
 class StreamOptions(BaseModel):
@@ -207,7 +207,8 @@ class ChatMessage(BaseModel):
     @property
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it; keys of tools are there only where tools are."""
-        out: dict[str, Any] = {"role": self.role, "content": self.text}
+        role = "system" if self.role == "developer" else self.role  # templates know the older word
+        out: dict[str, Any] = {"role": role, "content": self.text}
         if self.tool_calls:
             out["tool_calls"] = [call.for_template for call in self.tool_calls]
         if self.tool_call_id is not None:

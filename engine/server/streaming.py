@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 from starlette.responses import Response
 
 from engine.server.errors import api_error_of
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-__all__ = ["ClientGone", "EventStream", "primed", "unless_gone"]
+__all__ = ["ClientGone", "EventStream", "NamedEventStream", "primed", "unless_gone"]
 
 
 class ClientGone(BaseException):
@@ -61,6 +62,7 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    last: bytes | None = b"data: [DONE]\n\n"
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -86,17 +88,34 @@ class EventStream(Response):
         async with aclosing(self.events) as events:
             try:
                 async for event in events:
-                    await _send_event(send, event)
+                    await self._send_event(send, event)
             except OSError:
                 raise ClientGone from None
             except Exception as error:
-                await _send_event(send, api_error_of(error).body())
-        await _send_event(send, b"[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._send_event(send, api_error_of(error).body())
+        await send({"type": "http.response.body", "body": self.last or b"", "more_body": False})
+
+    async def _send_event(self, send: Send, event: bytes) -> None:
+        await send({"type": "http.response.body", "body": self.frame(event), "more_body": True})
+
+    def frame(self, event: bytes) -> bytes:
+        """An event as it is sent."""
+        return b"data: " + event + b"\n\n"
 
 
-async def _send_event(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+class _Typed(msgspec.Struct, frozen=True):
+    type: str = "error"
+
+
+class NamedEventStream(EventStream):
+    """Events that are named by their `type`, as those of /v1/responses are; the last one ends the stream."""
+
+    last = None
+
+    def frame(self, event: bytes) -> bytes:
+        """An event with its name; an error has no type of its own."""
+        name = msgspec.json.decode(event, type=_Typed).type
+        return b"event: " + name.encode() + b"\ndata: " + event + b"\n\n"
 
 
 async def _gone(receive: Receive) -> None:
