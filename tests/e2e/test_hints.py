@@ -74,6 +74,7 @@ def test_a_chat_can_be_named_by_its_messages(tiny: ServerProcess) -> None:
     assert answer["tokens"] - 4 < answer["pinned_tokens"] <= answer["tokens"]
 
 
+@pytest.mark.long  # two starts; tests/unit/test_hints.py does the same without HTTP
 def test_a_prefix_is_brought_up_after_a_restart(server: Callable[..., ServerProcess], tiny_model: Path, tmp_path: Path) -> None:
     flags = tiny_flags(tiny_model, tmp_path / "store")
     first = server(*flags)
