@@ -17,6 +17,8 @@ __all__ = ["DepthFirst"]
 
 Heap = list[tuple[int, int, TrieNode]]
 
+SLACK = 64
+
 
 class DepthFirst:
     """Finishes a branch before it begins the next. A request goes before those whose prompts continue its own.
@@ -34,7 +36,10 @@ class DepthFirst:
         """Take a request in."""
         for node in self._trie.path(self._trie.add(request, self._trie.full_pages(request.lease))):
             if node.parent in self._heaviest:
-                heappush(self._heaviest[node.parent], _entry(node))
+                heap = self._heaviest[node.parent]
+                heappush(heap, _entry(node))
+                if len(heap) > 2 * len(node.parent.children) + SLACK:
+                    del self._heaviest[node.parent]  # mostly outdated; made anew when needed
 
     def discard(self, request: Request) -> None:
         """Let a request go."""

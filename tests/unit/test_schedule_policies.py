@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from engine.cli.main import app
 from engine.schedule.compare import seed_example
 from engine.schedule.prefixes import RERANKED
 from engine.schedule.replay import Job, Machine, Replay, Setting
@@ -19,6 +22,8 @@ from hicache.errors import ConfigError
 from tests.unit.test_schedule_sharing import POLICIES, finish, held, job
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.request import Request
 
 ONE = Machine(1, 200, max_running=1, shared_tokens=1)
@@ -231,3 +236,33 @@ def test_what_a_retracted_request_had_computed_comes_back_from_the_host(policy: 
     assert moved["load_back"] > 0
     assert held(replay) == (0, 0)
     finish(replay)
+
+
+# ---- the command
+
+
+def test_bench_schedule_prints_a_json_line_a_figure() -> None:
+    result = CliRunner().invoke(app, ["bench", "schedule", "--json", "--waiting", "20", "--policy", "lpm"])
+    assert result.exit_code == 0, result.output
+    (figure,) = [json.loads(line) for line in result.output.splitlines()]
+    assert (figure["policy"], figure["waiting"]) == ("lpm", 20)
+
+
+def test_bench_schedule_replays_slices_of_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 100 * i, "input_length": 100, "output_length": 4, "hash_ids": [0, 1 + i % 3, 10 + i, 20 + i]}
+        for i in range(9)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["bench", "schedule", "--json", "--trace", str(trace), "--seeds", "1", "--policy", "fcfs"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    (figure,) = [json.loads(line) for line in result.output.splitlines()]
+    assert (figure["workload"], figure["policy"]) == ("trace, load 0.9", "fcfs")
+    assert figure["reused"] == pytest.approx((8 * 25 + 6 * 25) / 900, abs=0.001)
+
+
+def test_bench_schedule_refuses_an_unknown_policy_and_a_missing_trace() -> None:
+    for wrong in (["--policy", "best"], ["--trace", "/nowhere.jsonl"]):
+        assert CliRunner().invoke(app, ["bench", "schedule", *wrong]).exit_code == 2
