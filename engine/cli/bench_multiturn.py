@@ -136,13 +136,13 @@ def setups(load: Load, pool_share: float) -> list[Setup]:
     small = max(int(pool_share * working_set), history + 64)
     large = int(1.2 * working_set)
     tiers = ("--enable-hierarchical-cache", "--hicache-ratio", f"{large / small:.2f}")
-    tiny = ("--enable-hierarchical-cache", "--hicache-ratio", "1.0", "--hicache-storage-backend", "lmdb")
+    modest = ("--enable-hierarchical-cache", "--hicache-ratio", "2.0", "--hicache-storage-backend", "lmdb")
     return [
         Setup("cache off", ("--disable-radix-cache", "--max-total-tokens", str(large))),
         Setup("device", ("--max-total-tokens", str(large))),
         Setup("device small", ("--max-total-tokens", str(small))),
         Setup("+host", ("--max-total-tokens", str(small), *tiers)),
-        Setup("+disk", ("--max-total-tokens", str(small), *tiny, "--hicache-storage-prefetch-policy", "wait_complete")),
+        Setup("+disk", ("--max-total-tokens", str(small), *modest, "--hicache-storage-prefetch-policy", "wait_complete")),
     ]
 
 
