@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.messages import (
     AbortRequest,
-    CacheHint,
     CachedTokens,
+    CacheHint,
     ControlReply,
     ControlRequest,
     EngineDown,

@@ -44,7 +44,8 @@ def tiers(model: Path, folder: Path, **extra: Any) -> list[str]:
     return [
         "--model-path", str(model), "--page-size", "4", "--max-total-tokens", "640", "--enable-hierarchical-cache",
         "--hicache-ratio", "1.0", "--hicache-storage-backend", "lmdb", "--hicache-storage-dir", str(folder),
-        "--hicache-storage-size", "64MB", "--hicache-storage-prefetch-policy", "wait_complete", "--enable-cache-report", "--admin-api-key", "tender", "--log-level", "error",
+        "--hicache-storage-size", "64MB", "--hicache-storage-prefetch-policy", "wait_complete",
+        "--enable-cache-report", "--admin-api-key", "tender", "--log-level", "error",
         "--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": 1, "prefetch_timeout_base": 0.2, **extra}),
     ]  # fmt: skip
 
