@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -10,30 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.messages import SamplingParams
-from tests.engine_driver import Driver
-from tests.models import make_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
-
-
-@pytest.fixture
-def engine(model: Path) -> Iterator[Callable[..., Driver]]:
-    started: list[Driver] = []
-
-    def start(**flags: Any) -> Driver:
-        started.append(Driver(model, **flags))
-        return started[-1]
-
-    yield start
-    for driver in started:
-        driver.close()
+    from tests.engine_driver import Driver
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

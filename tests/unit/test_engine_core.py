@@ -11,31 +11,12 @@ from engine.messages import SamplingParams
 from hicache.errors import ConfigError
 from hicache.transfer.operation import OpKind
 from tests.engine_driver import Driver
-from tests.models import make_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from engine.batch import Batch
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
-
-
-@pytest.fixture
-def engine(model: Path) -> Iterator[Callable[..., Driver]]:
-    started: list[Driver] = []
-
-    def start(**flags: Any) -> Driver:
-        started.append(Driver(model, **flags))
-        return started[-1]
-
-    yield start
-    for driver in started:
-        driver.close()
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

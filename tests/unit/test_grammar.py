@@ -12,12 +12,12 @@ import pytest
 
 from engine.messages import GrammarSpec, SamplingParams
 from engine.tokenizer import load_tokenizer
-from tests.engine_driver import Driver
-from tests.models import make_tiny_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
+
+    from tests.engine_driver import Driver
 
 SCHEMA = {
     "type": "object",
@@ -30,24 +30,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 SPEC = GrammarSpec("json_schema", json.dumps(SCHEMA))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
-
-
-@pytest.fixture
-def engine(model: Path) -> Iterator[Callable[..., Driver]]:
-    started: list[Driver] = []
-
-    def start(**flags: Any) -> Driver:
-        started.append(Driver(model, **flags))
-        return started[-1]
-
-    yield start
-    for driver in started:
-        driver.close()
 
 
 @pytest.fixture
