@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,7 +36,8 @@ from hicache.transfer.copier import ThreadCopier
 from storage.registry import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from queue import SimpleQueue
     from typing import Any
 
     from torch import Tensor
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from engine.scheduler import Step
     from hicache.geometry import PageGeometry
     from hicache.lease import Lease
+    from hicache.transfer.operation import Copier, Operation
     from storage.base import PageStore
 
 __all__ = ["EngineCore"]
@@ -78,7 +81,7 @@ class EngineCore:
         self.cache = HiCache(
             _cache_config(config, sizes.device_pages, sizes.host_pages),
             self._geometry,
-            make_copier=(lambda completions: ThreadCopier(device, host, completions)) if host is not None else None,
+            make_copier=_copier_of(device, host) if host is not None else None,
             host=host,
             store=store,
             secret=os.urandom(32),
@@ -362,6 +365,13 @@ def _cache_config(config: ServeConfig, device_pages: int, host_pages: int) -> Ca
         prefetch=config.prefetch,
         hash_algo=config.hicache_hash_algo,
     )
+
+
+def _copier_of(device: DevicePool, host: HostPool) -> Callable[[SimpleQueue[Operation]], Copier]:
+    """What makes the copier for this device, given the completion queue. Raises ConfigError if there is none."""
+    if device.data.device.type != "cpu":
+        raise ConfigError(f"--enable-hierarchical-cache can't copy to and from {device.data.device.type} yet; use --device cpu")
+    return partial(ThreadCopier, device, host)
 
 
 def _open_store(config: ServeConfig) -> PageStore | None:
