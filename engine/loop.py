@@ -26,6 +26,7 @@ from hicache.errors import ConfigError, ModelRefused
 from storage.errors import StoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from engine.config import ServeConfig
@@ -112,18 +113,19 @@ class EngineLoop:
             case ControlRequest(op=op) if op.startswith("storage_"):
                 self._core.store_admin.begin(message)
             case ControlRequest():
-                self._pipes.send(self._control(message))
+                self._pipes.send(self._control(message.id, lambda: self._answer(message.op)))
             case CacheHint():
-                self._pipes.send(ControlReply(message.id, value=self._core.hint(message)))
+                self._pipes.send(self._control(message.id, lambda: self._core.hint(message)))
             case Shutdown(drain_s=drain_s):
                 self._ends_at = time.monotonic() + drain_s
 
-    def _control(self, message: ControlRequest) -> ControlReply:
+    def _control(self, id_: str, answer: Callable[[], Any]) -> ControlReply:
+        """Answer a request about the cache; one that fails is answered too, and the loop goes on."""
         try:
-            return ControlReply(message.id, value=self._answer(message.op))
+            return ControlReply(id_, value=answer())
         except Exception as error:
-            logger.exception("control request %s failed", message.op)
-            return ControlReply(message.id, error=f"{type(error).__name__}: {error}")
+            logger.exception("control request %s failed", id_)
+            return ControlReply(id_, error=f"{type(error).__name__}: {error}")
 
     def _answer(self, op: str) -> Any:
         cache = self._core.cache

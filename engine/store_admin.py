@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.messages import ControlReply
@@ -22,6 +23,16 @@ __all__ = ["StoreAdmin"]
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, frozen=True, slots=True)
+class _Job:
+    """A request under way: what runs on the thread, and what is done with its outcome here."""
+
+    id: str
+    op: str  # "" if it was refused
+    future: Future[Any]
+    finish: Callable[[Any], Any]
+
+
 class StoreAdmin:
     """Owns the engine's store and carries out one request about it after the other. Owner thread, but for what blocks."""
 
@@ -33,8 +44,7 @@ class StoreAdmin:
         self.store = store
         self._open_store = open_store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hicache-store-admin")
-        self._jobs: list[tuple[str, Future[Any], Callable[[Any], Any]]] = []
-        self._changing = False
+        self._jobs: list[_Job] = []
 
     def begin(self, message: ControlRequest) -> None:
         """Start on a request; `poll` brings the answer."""
@@ -43,20 +53,26 @@ class StoreAdmin:
         except (HiCacheError, StoreError) as error:
             failed: Future[Any] = Future()
             failed.set_exception(error)
-            self._jobs.append((message.id, failed, lambda value: value))
+            self._jobs.append(_Job(message.id, "", failed, finish=lambda value: value))
             return
-        self._jobs.append((message.id, self._thread.submit(work), finish))
+        self._jobs.append(_Job(message.id, message.op, self._thread.submit(work), finish))
 
     def poll(self) -> list[ControlReply]:
         """Answers to requests that are done by now."""
-        done = [job for job in self._jobs if job[1].done()]
-        self._jobs = [job for job in self._jobs if not job[1].done()]
-        return [self._answer(*job) for job in done]
+        done = [job for job in self._jobs if job.future.done()]
+        for job in done:  # each is asked once: one that ends meanwhile stays for the next call
+            self._jobs.remove(job)
+        return [self._answer(job) for job in done]
 
     @property
     def busy(self) -> bool:
         """Whether a request is being carried out."""
         return bool(self._jobs)
+
+    @property
+    def _changing(self) -> bool:
+        """Whether a store is just being attached or detached."""
+        return any(job.op in ("storage_attach", "storage_detach") for job in self._jobs)
 
     def close(self) -> None:
         """Close the store, once the cache is closed."""
@@ -64,16 +80,14 @@ class StoreAdmin:
         if self.store is not None:
             self.store.close()
 
-    def _answer(self, id_: str, job: Future[Any], finish: Callable[[Any], Any]) -> ControlReply:
+    def _answer(self, job: _Job) -> ControlReply:
         try:
-            return ControlReply(id_, value=finish(job.result()))
+            return ControlReply(job.id, value=job.finish(job.future.result()))
         except (HiCacheError, StoreError, ValueError) as error:
-            self._changing = False
-            return ControlReply(id_, error=str(error), status=400)
+            return ControlReply(job.id, error=str(error), status=400)
         except Exception as error:
-            self._changing = False
             logger.exception("a request about the store failed")
-            return ControlReply(id_, error=f"{type(error).__name__}: {error}")
+            return ControlReply(job.id, error=f"{type(error).__name__}: {error}")
 
     def _plan(self, op: str, args: Mapping[str, Any]) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         """What to do on the thread, and what with its outcome here."""
@@ -95,13 +109,11 @@ class StoreAdmin:
         if self.store is not None or self._changing:
             raise ConfigError("a storage backend is attached already; detach it first")
         self._cache.check_attachable()
-        self._changing = True
 
         def attach(store: PageStore | None) -> dict[str, Any]:
             assert store is not None
             self._cache.attach(store)
             self.store = store
-            self._changing = False
             return {"attached": True}
 
         return lambda: self._open_store(args), attach
@@ -109,18 +121,13 @@ class StoreAdmin:
     def _plan_detach(self, store: PageStore) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
         worker = self._cache.detach()
         self.store = None
-        self._changing = True
 
         def close() -> bool:
             ended = worker.close()
             store.close()
             return ended
 
-        def closed(ended: bool) -> dict[str, Any]:
-            self._changing = False
-            return {"detached": True, "clean": ended}
-
-        return close, closed
+        return close, lambda ended: {"detached": True, "clean": ended}
 
     def _cleared(self, records: int) -> dict[str, Any]:
         self._cache.forget_stored()
