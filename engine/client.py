@@ -137,6 +137,7 @@ class EngineClient:
         loop.add_reader(self._process.sentinel, self._on_exit)
         try:
             self._info = await self._ready
+            await self._connected()
         except BaseException:
             await self.shutdown(0.0)
             raise
@@ -216,6 +217,13 @@ class EngineClient:
             await self._down
         self._close()
 
+    async def _connected(self) -> None:
+        """Wait for the pipe to the engine. The two pipes connect on their own, so "ready" may come by the other one first."""
+        while not self._out.poll(0, zmq.POLLOUT):
+            if self._death is not None:
+                raise EngineDead(str(self._death))
+            await asyncio.sleep(0.001)
+
     def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
@@ -228,7 +236,7 @@ class EngineClient:
             raise EngineDead(str(self._death))
         try:
             self._out.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # nobody at the other end: it never came up, or is just gone
+        except zmq.Again:  # nobody at the other end: it is not up yet, or just gone
             raise EngineDead("the engine is not connected") from None
 
     def _forget(self, rid: str, waiter: _Waiter, *, finished: bool) -> None:

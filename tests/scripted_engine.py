@@ -8,8 +8,11 @@ A request's answer is its own prompt, one token a message. The extra key tells i
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
+
+import zmq
 
 from engine.messages import (
     AbortRequest,
@@ -24,13 +27,14 @@ from engine.messages import (
     Shutdown,
     TokenLogprobs,
     TokensOut,
+    encode,
 )
 from engine.pipes import EnginePipes
 
 if TYPE_CHECKING:
     from engine.config import ServeConfig
 
-__all__ = ["CONTEXT_LENGTH", "run_crashing", "run_refusing", "run_scripted"]
+__all__ = ["CONTEXT_LENGTH", "run_crashing", "run_half_connected", "run_refusing", "run_scripted"]
 
 CONTEXT_LENGTH = 512
 INFO = {"model": "scripted", "context_length": CONTEXT_LENGTH}
@@ -132,6 +136,18 @@ def run_refusing(config: ServeConfig, to_engine: str, to_server: str) -> None:
     """Refuse the model, as an engine does that can't run it."""
     with EnginePipes(to_engine, to_server) as pipes:
         pipes.send(EngineDown(f"{config.model_path}: scripted refusal", refused=True))
+
+
+def run_half_connected(config: ServeConfig, to_engine: str, to_server: str) -> None:
+    """Say "ready" while the pipe that requests come by is not connected yet, as a busy machine may order the two."""
+    context = zmq.Context()
+    out = context.socket(zmq.PUSH)
+    out.connect(to_server)
+    out.send(encode(EngineReady(INFO)))
+    out.close()
+    context.term()
+    time.sleep(0.2)
+    run_scripted(config, to_engine, to_server)
 
 
 def run_crashing(config: ServeConfig, to_engine: str, to_server: str) -> None:

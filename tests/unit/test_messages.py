@@ -27,7 +27,7 @@ from engine.messages import (
     decode_to_server,
     encode,
 )
-from tests.scripted_engine import run_crashing, run_refusing, run_scripted
+from tests.scripted_engine import run_crashing, run_half_connected, run_refusing, run_scripted
 
 CONFIG = ServeConfig(model_path="scripted")
 
@@ -92,6 +92,15 @@ async def test_tokens_arrive_in_order_and_once(client):
 async def test_requests_at_once_do_not_mix(client):
     answers = await asyncio.gather(*(collect(client, request(f"r{n}", ids=[n] * 20)) for n in range(1, 20)))
     assert [{i for out in outs for i in out.token_ids} for outs in answers] == [{n} for n in range(1, 20)]
+
+
+async def test_a_started_engine_takes_requests_at_once():
+    client = EngineClient(CONFIG, run_half_connected)
+    await client.start()
+    try:
+        assert len(await collect(client, request(ids=[1, 2, 3]))) == 3
+    finally:
+        await client.shutdown(0.0)
 
 
 async def test_a_consumer_that_leaves_aborts_its_request(client):
