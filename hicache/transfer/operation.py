@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Ints = npt.NDArray[np.int32]
 
-__all__ = ["Copier", "CopyOp", "OpKind", "OpState", "Operation", "PrefetchOp", "ProbeOp", "StoreOp", "StoreRunner"]
+__all__ = ["Copier", "CopyOp", "LayerGate", "OpKind", "OpState", "Operation", "PrefetchOp", "ProbeOp", "StoreOp", "StoreRunner"]
 
 
 class OpKind(enum.StrEnum):
@@ -72,16 +72,31 @@ class Operation:
         self.end(OpState.FAILED)
 
 
+class LayerGate(Protocol):
+    """What lets compute start on pages that are still being loaded back: each layer waits for its own part of them."""
+
+    def wait(self, layer: int) -> None:
+        """Order what is submitted to the caller's current stream from now on after this layer's part of the pages.
+
+        layer: an index into the geometry's layers. Returns at once: the stream waits, the thread does not. Can't be captured
+        into a CUDA graph.
+        """
+        ...
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class CopyOp(Operation):
     """Copies pages between device and host pool: page i goes from src[i] to dst[i], slots of the pools its kind names.
 
     `ids` are the logical pages, for the owner. The copier may read `src` and write `dst` until the operation has ended.
+    gate: set by a copier whose copies are ordered by streams, when all of a load-back has been issued; never by others, nor if
+    issuing it failed. From then on `dst` may be read by compute that has passed the gate, though the operation has not ended.
     """
 
     ids: Ints
     src: Ints
     dst: Ints
+    gate: LayerGate | None = None
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
