@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-__all__ = ["Batch", "Chunk"]
+__all__ = ["Batch", "Chunk", "SharedPrefix"]
 
 
 class Chunk(NamedTuple):
@@ -33,10 +33,22 @@ class Chunk(NamedTuple):
         return self.start + len(self.tokens)
 
 
+class SharedPrefix(NamedTuple):
+    """Neighbouring one-token chunks [begin, end) of a batch whose first `pages` pages are the same slots, all of them full."""
+
+    begin: int
+    end: int
+    pages: int
+
+
 class Batch(NamedTuple):
-    """What one forward computes. Chunks keep their order, and so do the logits that come back: each chunk's `logits` rows."""
+    """What one forward computes. Chunks keep their order, and so do the logits that come back: each chunk's `logits` rows.
+
+    shared: prefixes worth reading once for several chunks, from chunk 0 on without gaps; a backend may ignore them.
+    """
 
     chunks: Sequence[Chunk]
+    shared: Sequence[SharedPrefix] = ()
 
     @property
     def num_tokens(self) -> int:

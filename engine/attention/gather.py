@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from hicache.geometry import LayerGeometry, PageGeometry
 
-__all__ = ["Gatherer", "LayerPages", "bits", "layer_pages"]
+__all__ = ["Gatherer", "LayerPages", "bits", "layer_pages", "to_kv"]
 
 
 class LayerPages(NamedTuple):
@@ -95,6 +95,14 @@ def layer_pages(pool: torch.Tensor, geometry: PageGeometry, dtype: torch.dtype) 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a type that every indexing kernel knows: 8-bit floats as bytes."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+
+
+def to_kv(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round to the KV dtype. 8-bit floats saturate: their overflow would be nan or infinity, and spoil a whole row."""
+    if dtype.itemsize == 1:
+        largest = torch.finfo(dtype).max
+        return tensor.clamp(-largest, largest).to(dtype)
+    return tensor.to(dtype)
 
 
 def _take(buffers: dict[str, torch.Tensor], part: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention.dense import dense_attention
-from engine.attention.gather import Gatherer, bits, layer_pages
+from engine.attention.gather import Gatherer, bits, layer_pages, to_kv
 from engine.attention.torch_plan import fresh_tails, plan_segments, plan_writes
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class TorchBackend:
 
         Returns (T, q_heads, v_dim) in q's dtype.
         """
-        k, v = call.k.to(self._kv_dtype), call.v.to(self._kv_dtype)
+        k, v = to_kv(call.k, self._kv_dtype), to_kv(call.v, self._kv_dtype)
         if layer.writes:
             self._write(layer.pages_of, k, v)
         segments = self._segments[layer.window]

@@ -2,21 +2,68 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from engine.attention.base import AttentionBackend, LayerCall, LayerSpec
+from engine.attention.flashinfer_backend import FlashInferBackend
+from engine.attention.flashinfer_kernels import FlashInferKernels
+from engine.attention.paged_plan import arrange
 from engine.attention.torch_backend import TorchBackend
-from engine.batch import Batch, Chunk
+from engine.batch import Batch, Chunk, SharedPrefix
 from hicache.geometry import LayerGeometry, PageGeometry
+from tests.cuda import needs_cuda, needs_flashinfer
+from tests.reference_kernels import ReferenceKernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-BACKENDS: dict[str, Callable[..., AttentionBackend]] = {"torch": TorchBackend}
+
+class Case(NamedTuple):
+    """A backend under test, where and in which type it runs, and how close to float64 that brings it.
+
+    head_dim: instead of the variants' own, where only some can be had.
+    """
+
+    make: Callable[..., AttentionBackend]
+    device: str
+    dtype: torch.dtype
+    atol: float
+    rtol: float
+    head_dim: int | None = None
+
+
+def _planned(pool: torch.Tensor, *args: Any) -> AttentionBackend:
+    return FlashInferBackend(pool, *args, kernels=ReferenceKernels())
+
+
+def _flashinfer(pool: torch.Tensor, *args: Any) -> AttentionBackend:
+    return FlashInferBackend(pool, *args, kernels=_flashinfer_kernels())
+
+
+@cache
+def _flashinfer_kernels() -> FlashInferKernels:
+    return FlashInferKernels(torch.device("cuda"))
+
+
+BF16 = (torch.bfloat16, 2e-2, 2e-2)
+FP16 = (torch.float16, 3e-3, 3e-3)
+PAGED = {
+    "planned": pytest.param(Case(_planned, "cpu", torch.float32, 2e-6, 1e-5), id="planned"),
+    "flashinfer-bf16": pytest.param(Case(_flashinfer, "cuda", *BF16, 64), id="flashinfer-bf16", marks=needs_flashinfer),
+    "flashinfer-fp16": pytest.param(Case(_flashinfer, "cuda", *FP16, 128), id="flashinfer-fp16", marks=needs_flashinfer),
+}
+"""Backends that read pages in place. "planned" is what they are told about a step, carried out by definition."""
+BACKENDS = [
+    pytest.param(Case(TorchBackend, "cpu", torch.float32, 2e-6, 1e-5), id="torch"),
+    PAGED["planned"],
+    pytest.param(Case(TorchBackend, "cuda", torch.float32, 1e-4, 1e-4), id="torch-cuda", marks=needs_cuda),
+    PAGED["flashinfer-bf16"],
+]
 STEPS = {
     "one prompt": [[9]],
     "prompts together": [[17, 5, 1]],
@@ -57,10 +104,15 @@ VARIANTS = {
 class Rig:
     """Two layers of a variant over a pool of scattered pages, and all keys and values seen so far of three sequences."""
 
-    def __init__(self, make: Callable[..., AttentionBackend], variant: Variant, page_size: int, kv_dtype: str) -> None:
-        self.variant, self.page_size = variant, page_size
+    def __init__(self, case: Case, variant: Variant, page_size: int, kv_dtype: str | None = None) -> None:
+        if case.make is not TorchBackend and variant.k_dim != variant.v_dim:
+            pytest.skip("paged kernels read keys and values of one dim")
+        if case.head_dim is not None:
+            variant = variant._replace(k_dim=case.head_dim, v_dim=case.head_dim, scale=case.head_dim**-0.5)
+        self.case, self.variant, self.page_size = case, variant, page_size
         self.generator = torch.Generator().manual_seed(7)
         shape = LayerGeometry(variant.kv_heads, variant.k_dim, variant.v_dim)
+        kv_dtype = kv_dtype or str(case.dtype).removeprefix("torch.")
         self.geometry = PageGeometry(page_size, kv_dtype, (shape, shape))
         self.layers = [
             LayerSpec(i, i, True, variant.q_heads, variant.kv_heads, variant.k_dim, variant.v_dim, variant.scale,
@@ -68,38 +120,68 @@ class Rig:
             for i in range(2)
         ]  # fmt: skip
         need = 3 * (160 // page_size + 1)
-        self.pool = torch.full((need + 5, self.geometry.page_bytes), 0xFF, dtype=torch.uint8)  # every element is nan
+        shape_of_pool = (need + 5, self.geometry.page_bytes)
+        self.pool = torch.full(shape_of_pool, 0xFF, dtype=torch.uint8, device=case.device)  # every element is nan
         order = torch.randperm(need + 5, generator=self.generator).numpy().astype(np.int32)
         self.tables = [order[i * (need // 3) : (i + 1) * (need // 3)] for i in range(3)]
         self.unused = order[need:]
-        self.backend = make(self.pool, self.geometry, self.layers, torch.float32)
+        self.backend = case.make(self.pool, self.geometry, self.layers, case.dtype)
         self.sinks = self.randn(variant.q_heads) if variant.sinks else None
         self.kv_dtype: torch.dtype = getattr(torch, kv_dtype)
         self.keys = [[self.randn(0, variant.kv_heads, variant.k_dim) for _ in range(3)] for _ in self.layers]
         self.values = [[self.randn(0, variant.kv_heads, variant.v_dim) for _ in range(3)] for _ in self.layers]
 
     def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator)
+        """Numbers that the case's type holds exactly."""
+        return torch.randn(shape, generator=self.generator).to(self.case.dtype).float()
+
+    def attend(self, layer: LayerSpec, *parts: torch.Tensor | None) -> torch.Tensor:
+        """The backend's answer to a call of CPU tensors, as one."""
+        call = LayerCall(*(part if part is None else part.to(self.case.device, self.case.dtype) for part in parts))
+        return self.backend.attend(layer, call).double().cpu()
+
+    def batch(self, lengths: list[int]) -> Batch:
+        """The next tokens of each sequence."""
+        return Batch(
+            [Chunk(np.zeros(n, np.int32), self.keys[0][i].shape[0], self.tables[i]) for i, n in enumerate(lengths) if n]
+        )
 
     def step(self, lengths: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Run a step of new tokens of each sequence; returns (backend's output, expected) of each layer."""
-        chunks = [Chunk(np.zeros(n, np.int32), self.keys[0][i].shape[0], self.tables[i]) for i, n in enumerate(lengths) if n]
-        self.backend.plan(Batch(chunks))
-        return [self._layer(layer, lengths) for layer in self.layers]
+        self.backend.plan(self.batch(lengths))
+        return self.layer_outputs([(i, n) for i, n in enumerate(lengths) if n])
 
-    def _layer(self, layer: LayerSpec, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        total, expected, at = sum(lengths), [], 0
-        q = self.randn(total, layer.q_heads, layer.k_dim)
-        k = self.randn(total, layer.kv_heads, layer.k_dim)
-        v = self.randn(total, layer.kv_heads, layer.v_dim)
-        for i, n in enumerate(lengths):
-            rows = slice(at, at + n)
+    def layer_outputs(self, rows: list[tuple[int, int]], padding: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Run the planned step, in which each of `rows` is a sequence and its new tokens, and `padding` rows are nobody's."""
+        return [self._layer(layer, rows, padding) for layer in self.layers]
+
+    def fork(self, source: int, pages: int) -> None:
+        """Let the other sequences begin with a sequence's first pages."""
+        tokens = pages * self.page_size
+        for i in {0, 1, 2} - {source}:
+            self.tables[i] = np.concatenate([self.tables[source][:pages], self.tables[i][pages:]])
+            for stored in (*self.keys, *self.values):
+                stored[i] = stored[source][:tokens].clone()
+
+    def check(self, outputs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Compare with what was expected."""
+        for got, expected in outputs:
+            torch.testing.assert_close(got, expected, atol=self.case.atol, rtol=self.case.rtol)
+
+    def _layer(self, layer: LayerSpec, rows: list[tuple[int, int]], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+        total, expected, at = sum(n for _, n in rows), [], 0
+        q = self.randn(total + padding, layer.q_heads, layer.k_dim)
+        k = self.randn(total + padding, layer.kv_heads, layer.k_dim)
+        v = self.randn(total + padding, layer.kv_heads, layer.v_dim)
+        for i, n in rows:
+            new = slice(at, at + n)
             at += n
             keys, values = self.keys[layer.layer_idx], self.values[layer.layer_idx]
-            keys[i] = torch.cat([keys[i], k[rows].to(self.kv_dtype).float()])
-            values[i] = torch.cat([values[i], v[rows].to(self.kv_dtype).float()])
-            expected.append(reference(layer, q[rows], keys[i], values[i], self.sinks))
-        return self.backend.attend(layer, LayerCall(q, k, v, self.sinks)), torch.cat(expected)
+            keys[i] = torch.cat([keys[i], k[new].to(self.kv_dtype).float()])
+            values[i] = torch.cat([values[i], v[new].to(self.kv_dtype).float()])
+            expected.append(reference(layer, q[new], keys[i], values[i], self.sinks))
+        got = self.attend(layer, q, k, v, self.sinks)[:total]
+        return got, torch.cat([got[:0], *expected])
 
 
 def reference(layer: LayerSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -119,33 +201,49 @@ def reference(layer: LayerSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 
 @pytest.fixture(params=BACKENDS)
-def make(request: pytest.FixtureRequest) -> Callable[..., AttentionBackend]:
-    return BACKENDS[request.param]
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(params=PAGED.values())
+def paged(request: pytest.FixtureRequest) -> Case:
+    return request.param
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_output_is_that_of_dense_attention(make, variant, steps, page_size):
-    rig = Rig(make, variant, page_size, "float32")
+def test_output_is_that_of_dense_attention(case, variant, steps, page_size):
+    rig = Rig(case, variant, page_size)
     for lengths in steps:
-        for got, expected in rig.step(lengths):
-            torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=1e-5)
+        rig.check(rig.step(lengths))
 
 
 @pytest.mark.parametrize(
     "steps", [[[9, 5, 0], [6, 1, 3], [1, 1, 1]], [[3, 90, 0], [2, 2, 5], [1, 1, 1]]], ids=["even", "uneven"]
 )
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
-def test_queries_see_keys_as_rounded_to_the_kv_dtype_whether_new_or_cached(make, kv_dtype, steps):
-    rig = Rig(make, Variant(), 4, kv_dtype)
+def test_queries_see_keys_as_rounded_to_the_kv_dtype_whether_new_or_cached(case, kv_dtype, steps):
+    if case.head_dim is not None and kv_dtype == "float16":
+        pytest.skip("FlashInfer reads 16-bit KV of the queries' type")
+    rig = Rig(case, Variant(), 4, kv_dtype)
     for lengths in steps:
-        for got, expected in rig.step(lengths):
-            torch.testing.assert_close(got.double(), expected, atol=2e-6, rtol=1e-5)
+        rig.check(rig.step(lengths))
 
 
-def test_pages_not_in_the_batch_keep_their_bytes(make):
-    rig = Rig(make, Variant(), 4, "float32")
+@pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_keys_beyond_the_range_of_8_bit_floats_are_its_largest(case, kv_dtype):
+    rig = Rig(case, Variant(), 4, kv_dtype)
+    rig.backend.plan(rig.batch([1, 0, 0]))
+    heads, dim = rig.variant.kv_heads, rig.variant.k_dim
+    largest = torch.finfo(rig.kv_dtype).max
+    v = torch.full((1, heads, dim), -1e6 if case.dtype != torch.float16 else -6e4)
+    got = rig.attend(rig.layers[0], torch.ones(1, rig.variant.q_heads, dim), -v, v, None)
+    torch.testing.assert_close(got, torch.full_like(got, -largest))
+
+
+def test_pages_not_in_the_batch_keep_their_bytes(case):
+    rig = Rig(case, Variant(), 4)
     rig.step([9, 5, 0])
     others = torch.from_numpy(np.concatenate([rig.unused, rig.tables[2], rig.tables[0][4:]])).long()
     before = rig.pool[rig.tables[0][:2]].clone()
@@ -154,25 +252,62 @@ def test_pages_not_in_the_batch_keep_their_bytes(make):
     assert torch.equal(rig.pool[rig.tables[0][:2]], before)
 
 
-def test_a_page_holds_the_keys_and_values_of_its_tokens_in_the_order_of_the_geometry(make):
-    rig = Rig(make, Variant(k_dim=24, v_dim=12), 4, "float32")
+def test_a_page_holds_the_keys_and_values_of_its_tokens_in_the_order_of_the_geometry(case):
+    rig = Rig(case, Variant(k_dim=24, v_dim=12) if case.make is TorchBackend else Variant(), 4)
     rig.step([8, 0, 0])
-    page = rig.pool[int(rig.tables[0][1])].view(torch.float32)
+    page = rig.pool[int(rig.tables[0][1])].view(case.dtype).float().cpu()
     parts = [part[0][4:8].reshape(-1) for layer in range(2) for part in (rig.keys[layer], rig.values[layer])]
     assert torch.equal(page, torch.cat(parts))
 
 
-def test_a_layer_that_shares_reads_the_source_layers_pages_and_writes_nothing(make):
-    rig = Rig(make, Variant(), 4, "float32")
+def test_a_layer_that_shares_reads_the_source_layers_pages_and_writes_nothing(case):
+    rig = Rig(case, Variant(), 4)
     rig.step([9, 5, 0])
-    rig.backend.plan(Batch([Chunk(np.zeros(1, np.int32), 9, rig.tables[0])]))
-    source = rig.layers[0]
-    k, v = rig.randn(1, 2, 16), rig.randn(1, 2, 16)
-    q = rig.randn(1, 4, 16)
-    rig.backend.attend(source, LayerCall(q, k, v))
+    rig.backend.plan(rig.batch([1, 0, 0]))
+    source, dim = rig.layers[0], rig.variant.k_dim
+    k, v = rig.randn(1, 2, dim), rig.randn(1, 2, dim)
+    q = rig.randn(1, 4, dim)
+    rig.attend(source, q, k, v)
     before = rig.pool.clone()
     shared = source._replace(layer_idx=2, writes=False)
-    got = rig.backend.attend(shared, LayerCall(q, k, v))
+    got = rig.attend(shared, q, k, v)
     keys, values = torch.cat([rig.keys[0][0], k]), torch.cat([rig.values[0][0], v])
-    torch.testing.assert_close(got.double(), reference(shared, q, keys, values, None), atol=2e-6, rtol=1e-5)
+    rig.check([(got, reference(shared, q, keys, values, None))])
     assert torch.equal(rig.pool, before)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_shared_prefix_is_attended_to_as_if_it_were_each_sequences_own(paged, variant, page_size):
+    rig = Rig(paged, variant, page_size)
+    rig.step([0, 4 * page_size + 1, 0])
+    rig.fork(1, 3)
+    rig.step([2, 1, 5])
+    for _ in range(2 * page_size):
+        batch, places = arrange(rig.batch([1, 1, 1]), page_size, 1, 4)
+        assert [tuple(group) for group in batch.shared] == [(0, 3, 3)]
+        assert places.tolist() == [0, 1, 2]
+        rig.backend.plan(batch)
+        rig.check(rig.layer_outputs([(0, 1), (1, 1), (2, 1)]))
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["apart", "sharing"])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_slot_takes_one_step_after_another_with_rows_that_are_nobodys(paged, variant, shares):
+    rig = Rig(paged, variant, 4)
+    spare = Chunk(np.zeros(1, np.int32), 4, np.array([rig.unused[0], rig.unused[0]]))
+    rig.step([0, 9, 0])
+    rig.fork(1, 2)
+    rig.step([2, 1, 5])
+    slot = rig.backend.slot(5, 2 if shares else 0, 40)
+    full = Batch([spare] * 5, [SharedPrefix(0, 5, 1)] if shares else [])
+    rig.backend.plan_slot(slot, full)
+    rig.layer_outputs([], padding=5)
+    for lengths in ([1, 1, 1], [1, 0, 1], [1, 1, 1]):
+        batch = rig.batch(lengths)
+        if shares:
+            batch, _ = arrange(batch, 4, 1, 2)
+            assert batch.shared
+        count = len(batch.chunks)
+        rig.backend.plan_slot(slot, batch._replace(chunks=[*batch.chunks, *[spare] * (5 - count)]))
+        rig.check(rig.layer_outputs([(i, 1) for i, n in enumerate(lengths) if n], padding=5 - count))
