@@ -21,6 +21,7 @@ from engine.schedule_policy import SchedulePolicyName  # noqa: TC001 - msgspec r
 from hicache.config import EvictionPolicy, PrefetchConfig, PrefetchPolicy, StorageAdmission, WritePolicy
 from hicache.errors import ConfigError
 from hicache.keys import tenant_name
+from hicache.transfer.io_backend import IoBackendName  # noqa: TC001 - msgspec reads the annotation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,8 +89,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     hicache_write_policy: Annotated[WritePolicy, _about("When pages are copied to the tier below.")] = "write_through"
     hicache_io_backend: Annotated[
-        Literal["direct"], _about("How pages move between device and host; direct: plain copies.")
-    ] = "direct"
+        IoBackendName,
+        _about(
+            "How pages move between device and host; direct: copy engines, a run of neighbours at a time; kernel: the GPU's "
+            "cores, for small scattered pages; auto: for each copy what is quicker, as measured at start."
+        ),
+    ] = "auto"
     hicache_storage_backend: Annotated[
         Literal["none", "lmdb", "memory"], _about("The tier below the host: lmdb (disk), memory (for trials) or none.")
     ] = "none"

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,12 +31,11 @@ from hicache.errors import ConfigError, RequestRefused
 from hicache.events import PageEvents
 from hicache.keys import Namespace
 from hicache.pools import DevicePool, HostPool
-from hicache.transfer.copier import ThreadCopier
+from hicache.transfer.choose import copier_maker
 from storage.registry import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from queue import SimpleQueue
+    from collections.abc import Mapping
     from typing import Any
 
     from torch import Tensor
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
     from engine.scheduler import Step
     from hicache.geometry import PageGeometry
     from hicache.lease import Lease
-    from hicache.transfer.operation import Copier, Operation
     from storage.base import PageStore
 
 __all__ = ["EngineCore"]
@@ -70,7 +67,7 @@ class EngineCore:
         sizes = pool_sizes(config, model, self._geometry)
         self._fingerprint = model.fingerprint(self._geometry)
         device = DevicePool(sizes.device_pages, self._geometry.page_bytes, model.device)
-        host = HostPool(sizes.host_pages, self._geometry.page_bytes) if sizes.host_pages else None
+        host = HostPool(sizes.host_pages, self._geometry.page_bytes, model.device) if sizes.host_pages else None
         self._runner = ModelRunner(model, TorchBackend(device.data, self._geometry, model.layers, model.dtype))
         self._sampler = Sampler()
         self._grammars = Grammars(model.tokenizer, model.eos_token_ids)
@@ -81,7 +78,7 @@ class EngineCore:
         self.cache = HiCache(
             _cache_config(config, sizes.device_pages, sizes.host_pages),
             self._geometry,
-            make_copier=_copier_of(device, host) if host is not None else None,
+            make_copier=None if host is None else copier_maker(device, host, self._geometry.bounds, config.hicache_io_backend),
             host=host,
             store=store,
             secret=os.urandom(32),
@@ -365,13 +362,6 @@ def _cache_config(config: ServeConfig, device_pages: int, host_pages: int) -> Ca
         prefetch=config.prefetch,
         hash_algo=config.hicache_hash_algo,
     )
-
-
-def _copier_of(device: DevicePool, host: HostPool) -> Callable[[SimpleQueue[Operation]], Copier]:
-    """What makes the copier for this device, given the completion queue. Raises ConfigError if there is none."""
-    if device.data.device.type != "cpu":
-        raise ConfigError(f"--enable-hierarchical-cache can't copy to and from {device.data.device.type} yet; use --device cpu")
-    return partial(ThreadCopier, device, host)
 
 
 def _open_store(config: ServeConfig) -> PageStore | None:

@@ -121,6 +121,7 @@ class HiCache:
         self.hints = Hints(self._t, self.open, self.release)
         self._labels = {"page_size": str(geometry.page_size), "dtype": geometry.dtype, **(labels or {})}
         self._make_worker = partial(_worker_of, make_worker, host, completions)
+        self._host = host
         self._closed = False
 
     # ---- a request
@@ -447,6 +448,9 @@ class HiCache:
 
     def _gauges(self) -> Iterator[Metric]:
         yield from pool_gauges(self._t)
+        pinned = GaugeMetricFamily("hicache_host_pinned_bytes", "Page-locked bytes of the host pool")
+        pinned.add_metric([], 0 if self._host is None else self._host.pinned_bytes)
+        yield pinned
         hinted = GaugeMetricFamily("hicache_hinted_pages", "Pages of prefixes that a hint keeps")
         hinted.add_metric([], self.hints.pinned_pages)
         yield hinted

@@ -67,6 +67,11 @@ class PageGeometry:
             at += k_bytes + v_bytes
         return tuple(out)
 
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where layers begin and end in a page, in bytes: layer i is [bounds[i], bounds[i + 1])."""
+        return (*(k for k, _ in self.offsets), self.page_bytes)
+
     def pages(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens, the last one perhaps partly."""
         return -(-tokens // self.page_size)

@@ -1,4 +1,4 @@
-"""Every copier through one battery. A copier over another device joins by adding its rig to RIGS."""
+"""Every copier through one battery. A copier over another device joins by adding its kind to COPIERS."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import pytest
+import torch
 
 from hicache.pools import DevicePool, HostPool
+from hicache.transfer.choose import copier_maker
 from hicache.transfer.copier import ThreadCopier, copy_pages, runs
+from hicache.transfer.cuda import CudaCopier
+from hicache.transfer.io_backend import DirectBackend
 from hicache.transfer.manual import ManualCopier
 from hicache.transfer.operation import CopyOp, Operation, OpKind, OpState
+from tests.kernels import interpreted_kernels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from hicache.transfer.io_backend import IoBackend, IoBackendName
     from hicache.transfer.operation import Copier
 
 DEVICE_PAGES, HOST_PAGES, PAGE_BYTES = 12, 16, 32
@@ -59,9 +65,39 @@ def fail_harmlessly(copier: ManualCopier) -> Callable[[CopyOp], None]:
     return fail
 
 
+BOUNDS = (0, 8, 12, PAGE_BYTES)
+"""Three layers of different sizes."""
+
+
+def on_streams(
+    make_backend: Callable[[HostPool], IoBackend],
+) -> Callable[[DevicePool, HostPool, SimpleQueue[Operation]], Copier]:
+    """A CudaCopier; on a CPU the streams are torch's that do their work at once."""
+
+    def make(device: DevicePool, host: HostPool, posted: SimpleQueue[Operation]) -> Copier:
+        backends = {kind: make_backend(host) for kind in (OpKind.BACKUP, OpKind.LOAD_BACK)}
+        return CudaCopier(device, host, posted, backends=backends, bounds=BOUNDS)
+
+    return make
+
+
+def chosen(name: IoBackendName) -> Callable[[DevicePool, HostPool, SimpleQueue[Operation]], Copier]:
+    """What the server would use."""
+    return lambda device, host, posted: copier_maker(device, host, BOUNDS, name)(posted)
+
+
+def direct(host: HostPool) -> IoBackend:
+    return DirectBackend(chunk_pages=3)
+
+
 COPIERS = {
     "threads": CopierKind(ThreadCopier, "cpu", by_itself),
     "manual": CopierKind(ManualCopier, "cpu", by_hand),
+    "streams direct": CopierKind(on_streams(direct), "cpu", by_itself),
+    "streams kernel": CopierKind(on_streams(lambda host: interpreted_kernels()), "cpu", by_itself),
+    "cuda direct": CopierKind(chosen("direct"), "cuda", by_itself),
+    "cuda kernel": CopierKind(chosen("kernel"), "cuda", by_itself),
+    "cuda auto": CopierKind(chosen("auto"), "cuda", by_itself),
 }
 
 
@@ -70,13 +106,13 @@ class Bench:
 
     def __init__(self, kind: CopierKind) -> None:
         self.device = DevicePool(DEVICE_PAGES, PAGE_BYTES, kind.device)
-        self.host = HostPool(HOST_PAGES, PAGE_BYTES)
+        self.host = HostPool(HOST_PAGES, PAGE_BYTES, kind.device)
+        self.posted: SimpleQueue[Operation] = SimpleQueue()
+        self.copier = kind.make(self.device, self.host, self.posted)  # which may use empty pools to measure
         for slot in range(DEVICE_PAGES):
             self.device.data[slot] = slot
         for slot in range(HOST_PAGES):
             self.host.data[slot] = 100 + slot
-        self.posted: SimpleQueue[Operation] = SimpleQueue()
-        self.copier = kind.make(self.device, self.host, self.posted)
         self._ready = kind.ready
 
     def submit(self, kind: OpKind, src: list[int], dst: list[int]) -> CopyOp:
@@ -106,9 +142,14 @@ class Bench:
         return data[:, 0].tolist()
 
 
-@pytest.fixture(params=COPIERS)
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.gpu] * (kind.device == "cuda")) for name, kind in COPIERS.items()]
+)
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    bench = Bench(COPIERS[request.param])
+    kind = COPIERS[request.param]
+    if kind.device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU here")
+    bench = Bench(kind)
     yield bench
     bench.copier.close()
 

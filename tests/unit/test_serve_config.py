@@ -46,7 +46,7 @@ def test_defaults_are_sglangs():
         ({"port": "70000"}, "--port 70000"),
         ({"schedule_policy": "best"}, "fcfs, lpm"),
         ({"radix_eviction_policy": "clock"}, "lru, lfu, slru, fifo, priority, adaptive"),
-        ({"hicache_io_backend": "kernel"}, "--hicache-io-backend kernel"),
+        ({"hicache_io_backend": "turbo"}, "--hicache-io-backend turbo"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
         ({"mem_fraction_static": "1.5"}, "--mem-fraction-static 1.5"),
         ({"context_length": "-1"}, "--context-length -1"),
