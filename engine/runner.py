@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from engine.attention.base import LayerCall
+from engine.attention.flashinfer_backend import FlashInferBackend
 from engine.attention.hook import attending
+from engine.graphs import DecodeGraphs
 
 if TYPE_CHECKING:
     from engine.attention.base import AttentionBackend
     from engine.attention.hook import HookCall
     from engine.batch import Batch
+    from engine.graphs import Capture
     from engine.model import LoadedModel
 
 __all__ = ["ModelRunner"]
+
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -29,27 +36,56 @@ class ModelRunner:
         self._backend = backend
         self._layers = {layer.layer_idx: layer for layer in model.layers}
         self._picks_logits = "logits_to_keep" in inspect.signature(model.hf.forward).parameters
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture_decodes(self, sizes: list[int], spare_page: int, max_pages: int, capture: Capture) -> None:
+        """Record decode steps of these sizes as graphs, if the backend can; a model that can't be recorded runs without.
+
+        spare_page: a device slot that nobody owns. max_pages: of a request.
+        """
+        if not isinstance(self._backend, FlashInferBackend):
+            return
+        begun_s = time.perf_counter()
+        try:
+            self._graphs = DecodeGraphs(self._backend, self._compute, sizes, spare_page, max_pages, capture, self._device)
+        except RuntimeError as error:
+            logger.warning("decodes run without CUDA graphs: %s", " ".join(str(error).split())[:300])
+        else:
+            logger.info("captured decodes of up to %d rows in %.1f s", max(sizes), time.perf_counter() - begun_s)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether decode steps are replayed from graphs."""
+        return self._graphs is not None
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Compute a step: write the KV of its tokens to their pages and return the logits that its chunks ask for.
 
-        Returns float32 (rows, vocab) on the model's device, each chunk's `logits` last tokens; the caller owns it.
+        Returns float32 (rows, vocab) on the model's device, each chunk's `logits` last tokens; good until the next forward.
         """
+        places = None
+        graph = None
+        if all(len(chunk.tokens) == 1 for chunk in batch.chunks):
+            batch, places = self._backend.arrange(batch)
+            graph = None if self._graphs is None else self._graphs.find(batch)
+        logits = self._forward(batch) if graph is None else graph.forward(batch)
+        return logits if places is None else logits[torch.from_numpy(places).to(self._device)]
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """Compute a step kernel by kernel."""
         self._backend.plan(batch)
         ids = np.concatenate([chunk.tokens for chunk in batch.chunks])
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in batch.chunks])
-        rows = self._tensor(_logit_rows(batch))
+        return self._compute(self._tensor(ids), self._tensor(positions), self._tensor(_logit_rows(batch)))
+
+    def _compute(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Run the model over a planned step; nothing here waits for the device."""
         # A tensor and never a number: Gemma 4 cuts queries by a number.
         kept = {"logits_to_keep": rows} if self._picks_logits else {}
         with attending(self._attend):
-            output = self._hf(
-                input_ids=self._tensor(ids)[None],
-                position_ids=self._tensor(positions)[None],
-                attention_mask=None,
-                use_cache=False,
-                **kept,
-            )
+            output = self._hf(input_ids=ids[None], position_ids=positions[None], attention_mask=None, use_cache=False, **kept)
         logits: torch.Tensor = output.logits[0]
         return (logits if kept else logits[rows]).float()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from engine.batch import Batch
@@ -49,6 +51,10 @@ class AttentionBackend(Protocol):
 
     Does not change: pages of positions before a chunk's start, and pages not named by the batch.
     """
+
+    def arrange(self, batch: Batch) -> tuple[Batch, npt.NDArray[np.int64] | None]:
+        """Reorder a batch of decodes as suits this backend. Returns it, and where each chunk went; None if nothing moved."""
+        ...
 
     def plan(self, batch: Batch) -> None:
         """Prepare one step: what all layers need and compute once (indices, plans). Called before the forward."""

@@ -9,15 +9,19 @@ import torch
 
 from engine.attention.gather import bits, layer_pages, to_kv
 from engine.attention.kernels import AttentionShape
-from engine.attention.paged_plan import own_tables, placement, plan_tables, prefix_tables
+from engine.attention.paged_plan import arrange, own_tables, placement, plan_tables, prefix_tables
+from engine.batch import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    import numpy.typing as npt
+
     from engine.attention.base import LayerCall, LayerSpec
     from engine.attention.gather import LayerPages
     from engine.attention.kernels import Kernels, PagedKernel
-    from engine.batch import Batch
+    from engine.batch import Chunk, SharedPrefix
     from hicache.geometry import PageGeometry
 
 __all__ = ["DecodeSlot", "FlashInferBackend"]
@@ -92,6 +96,10 @@ class FlashInferBackend:
         at = placement(batch.chunks, self.page_size)
         self._step = _Step(torch.from_numpy(at.pages).to(self._device), torch.from_numpy(at.offsets).to(self._device), planned)
 
+    def arrange(self, batch: Batch) -> tuple[Batch, npt.NDArray[np.int64] | None]:
+        """Put decodes that share a long prefix side by side, so that it is read once for all of them."""
+        return arrange(batch, self.page_size, self.cascade_tokens, self.cascade_groups)
+
     def slot(self, rows: int, groups: int, max_pages: int) -> DecodeSlot:
         """Make what a CUDA graph of `rows` decodes is captured over.
 
@@ -103,9 +111,10 @@ class FlashInferBackend:
             prefix = {shape: self._kernels.fixed_prefix(rows, groups, groups * max_pages) for shape in self._prefix}
         return DecodeSlot(rows, groups, own, prefix, self._device)
 
-    def plan_slot(self, slot: DecodeSlot, batch: Batch) -> None:
+    def plan_slot(self, slot: DecodeSlot, chunks: Sequence[Chunk], shared: Sequence[SharedPrefix]) -> None:
         """Plan a step of exactly `slot.rows` decodes in the slot's memory, for capturing or replaying its graph."""
-        assert len(batch.chunks) == slot.rows, f"{len(batch.chunks)} chunks for {slot.rows} rows"
+        assert len(chunks) == slot.rows, f"{len(chunks)} chunks for {slot.rows} rows"
+        batch = Batch(chunks, shared)
         planned = {}
         for shape in self._shapes:
             step = self._plan(batch, shape, slot.own[shape], slot.prefix.get(shape), slot.groups)

@@ -48,6 +48,10 @@ class TorchBackend:
         self._writes: WriteIndex | None = None
         self._segments: dict[int | None, Segments] = {}
 
+    def arrange(self, batch: Batch) -> tuple[Batch, None]:
+        """Any order is as good as another."""
+        return batch, None
+
     def plan(self, batch: Batch) -> None:
         """Compute indices and masks of a step, and zero the pages that it begins and doesn't fill.
 

@@ -300,8 +300,7 @@ def test_a_slot_takes_one_step_after_another_with_rows_that_are_nobodys(paged, v
     rig.fork(1, 2)
     rig.step([2, 1, 5])
     slot = rig.backend.slot(5, 2 if shares else 0, 40)
-    full = Batch([spare] * 5, [SharedPrefix(0, 5, 1)] if shares else [])
-    rig.backend.plan_slot(slot, full)
+    rig.backend.plan_slot(slot, [spare] * 5, [SharedPrefix(0, 5, 1)] if shares else [])
     rig.layer_outputs([], padding=5)
     for lengths in ([1, 1, 1], [1, 0, 1], [1, 1, 1]):
         batch = rig.batch(lengths)
@@ -309,5 +308,5 @@ def test_a_slot_takes_one_step_after_another_with_rows_that_are_nobodys(paged, v
             batch, _ = arrange(batch, 4, 1, 2)
             assert batch.shared
         count = len(batch.chunks)
-        rig.backend.plan_slot(slot, batch._replace(chunks=[*batch.chunks, *[spare] * (5 - count)]))
+        rig.backend.plan_slot(slot, [*batch.chunks, *[spare] * (5 - count)], batch.shared)
         rig.check(rig.layer_outputs([(i, 1) for i, n in enumerate(lengths) if n], padding=5 - count))
