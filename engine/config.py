@@ -55,12 +55,19 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _about("Type of weights and activations; auto: float32 on a CPU, the model's own on a GPU."),
     ] = "auto"
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], _about("Type KV is stored as; auto: the same as --dtype.")
+        Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e5m2"],
+        _about("Type KV is stored as; auto: the same as --dtype; 8-bit halves its size, and rounds it."),
     ] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], _about("Where the model runs; auto: a GPU if there is one.")] = "auto"
     attention_backend: Annotated[
-        Literal["auto", "torch"], _about("Attention over pages; auto: the fastest that fits the device.")
+        Literal["auto", "torch", "flashinfer"],
+        _about("Attention over pages; auto: flashinfer on a GPU if it can run the model, else torch."),
     ] = "auto"
+    disable_cuda_graph: Annotated[bool, _about("On a GPU, launch the kernels of each decode step one by one.")] = False
+    cuda_graph_max_bs: Annotated[
+        Positive | None,
+        _about("Most sequences of a decode step that is replayed as a CUDA graph; --max-running-requests if not given."),
+    ] = None
     page_size: Annotated[Positive, _about("Tokens a page, the unit of reuse, transfer and eviction.")] = 16
     mem_fraction_static: Annotated[
         Share | None,

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.attention.torch_backend import TorchBackend
+from engine.attention.choose import make_backend
 from engine.config import load_config
 from engine.grammar import Grammars
+from engine.graphs import CudaCapture, graph_sizes
 from engine.kv_events import EventsConfig, KvEventPublisher
 from engine.messages import CachedTokens, RequestFailed, TokensOut
 from engine.metrics import EngineMetrics
@@ -66,9 +67,15 @@ class EngineCore:
         self._geometry = model.geometry(config.page_size, config.kv_cache_dtype)
         sizes = pool_sizes(config, model, self._geometry)
         self._fingerprint = model.fingerprint(self._geometry)
-        device = DevicePool(sizes.device_pages, self._geometry.page_bytes, model.device)
+        uses_graphs = model.device.type == "cuda" and not config.disable_cuda_graph
+        device = DevicePool(sizes.device_pages + uses_graphs, self._geometry.page_bytes, model.device)
         host = HostPool(sizes.host_pages, self._geometry.page_bytes, model.device) if sizes.host_pages else None
-        self._runner = ModelRunner(model, TorchBackend(device.data, self._geometry, model.layers, model.dtype))
+        self._attention = make_backend(config.attention_backend, device.data, self._geometry, model.layers, model.dtype)
+        self._runner = ModelRunner(model, self._attention)
+        if uses_graphs:  # the pool's last page is beyond what the cache hands out
+            largest = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
+            max_pages = self._geometry.pages(model.context_length)
+            self._runner.capture_decodes(graph_sizes(largest), sizes.device_pages, max_pages, CudaCapture())
         self._sampler = Sampler()
         self._grammars = Grammars(model.tokenizer, model.eos_token_ids)
         published = EventsConfig.parse(config.kv_events_config)
@@ -214,6 +221,7 @@ class EngineCore:
     def _forward(self, step: Step) -> Tensor:
         begun_s = time.perf_counter()
         logits = self._runner.forward(step.batch)
+        self._runner.wait()  # else a GPU's step would cost what its launch does
         chunks = [(chunk.start, len(chunk.tokens)) for chunk in step.batch.chunks]
         self.cache.observe_compute(chunks, time.perf_counter() - begun_s)
         return logits
@@ -317,6 +325,8 @@ class EngineCore:
             "model": self._config.name,
             "architecture": type(self._model.hf).__name__,
             "device": str(self._model.device),
+            "attention_backend": self._attention.name,
+            "cuda_graphs": self._runner.has_graphs,
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "kv_dtype": geometry.dtype,
             "context_length": self._model.context_length,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadedModel", "load_model", "resolve_device", "resolve_dtype"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -56,8 +57,11 @@ class LoadedModel:
     page_layers: tuple[LayerGeometry, ...] = ()
 
     def geometry(self, page_size: int, kv_dtype: str = "auto") -> PageGeometry:
-        """The page of this model; `auto` stores KV as the model computes it. Raises ConfigError."""
-        dtype = str(self.dtype).removeprefix("torch.") if kv_dtype == "auto" else kv_dtype
+        """The page of this model; `auto` stores KV as the model computes it. 8-bit types go by SGLang's names, too.
+
+        Raises ConfigError.
+        """
+        dtype = str(self.dtype).removeprefix("torch.") if kv_dtype == "auto" else KV_DTYPES.get(kv_dtype, kv_dtype)
         return PageGeometry(page_size, dtype, self.page_layers)
 
     def fingerprint(self, geometry: PageGeometry) -> str:

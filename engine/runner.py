@@ -73,6 +73,11 @@ class ModelRunner:
         logits = self._forward(batch) if graph is None else graph.forward(batch)
         return logits if places is None else logits[torch.from_numpy(places).to(self._device)]
 
+    def wait(self) -> None:
+        """Return when the device has computed what this thread gave it; copies under way are not waited for."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Compute a step kernel by kernel."""
         self._backend.plan(batch)

@@ -41,7 +41,7 @@ class SamplingState:
     prompt: token ids; only read. eos_ids: the model's end tokens. Raises RequestRefused for a bias outside the vocabulary.
     """
 
-    __slots__ = ("_banned", "_bias", "_counts", "_seen", "generated", "grammar", "params", "rng", "top_logprobs")
+    __slots__ = ("_banned", "_bias", "_counts", "_device", "_seen", "generated", "grammar", "params", "rng", "top_logprobs")
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class SamplingState:
         self.grammar = grammar
         self.rng = random.Random(params.seed)  # None seeds from the operating system
         self.generated = 0
+        self._device = torch.device("cpu")
         self._bias = _bias(params)
         ends = [token for token in {*eos_ids, *params.stop_token_ids} if 0 <= token < vocab_size]
         bans = params.min_new_tokens > 0 and grammar is None  # a grammar alone says when an answer may end
@@ -84,21 +85,31 @@ class SamplingState:
 
     def adjust(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply penalties, bias, bans and the grammar to a copy of logits (vocab,)."""
-        params, device = self.params, logits.device
+        self._follow(logits.device)
+        params = self.params
         logits = logits.clone()
         if self._seen is not None:
-            seen = self._seen.to(device)
             penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-            logits = torch.where(seen, penalised, logits)
+            logits = torch.where(self._seen, penalised, logits)
         if self._counts is not None:
-            counts = self._counts.to(device)
-            logits -= counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
+            logits -= self._counts * params.frequency_penalty + (self._counts > 0) * params.presence_penalty
         if self._bias is not None:
             tokens, values = self._bias
-            logits[tokens.to(device)] += values.to(device)
+            logits[tokens] += values
         if self._banned is not None and self.generated < params.min_new_tokens:
-            logits[self._banned.to(device)] = -torch.inf
+            logits[self._banned] = -torch.inf
         return logits if self.grammar is None else self.grammar.mask(logits)
+
+    def _follow(self, device: torch.device) -> None:
+        """Keep what is remembered where the logits are; it moves there once."""
+        if self._device == device:
+            return
+        self._device = device
+        self._seen, self._counts, self._banned = (
+            None if part is None else part.to(device) for part in (self._seen, self._counts, self._banned)
+        )
+        if self._bias is not None:
+            self._bias = (self._bias[0].to(device), self._bias[1].to(device))
 
     def record(self, token: int) -> None:
         """Remember a sampled token."""

@@ -50,7 +50,10 @@ class AttentionBackend(Protocol):
     """Runs attention on page blobs. Used by one thread (the loop's).
 
     Does not change: pages of positions before a chunk's start, and pages not named by the batch.
+    name: what `--attention-backend` calls it.
     """
+
+    name: str
 
     def arrange(self, batch: Batch) -> tuple[Batch, npt.NDArray[np.int64] | None]:
         """Reorder a batch of decodes as suits this backend. Returns it, and where each chunk went; None if nothing moved."""

@@ -60,6 +60,7 @@ class FlashInferBackend:
     dtype: of the model's activations. kernels: what attends; FlashInfer's, or others with the same meaning.
     """
 
+    name = "flashinfer"
     cascade_tokens = CASCADE_TOKENS
     cascade_groups = CASCADE_GROUPS
 

@@ -34,6 +34,8 @@ class TorchBackend:
     sees the same keys whether they were just computed or come from a cache.
     """
 
+    name = "torch"
+
     def __init__(self, pool: torch.Tensor, geometry: PageGeometry, layers: Sequence[LayerSpec], dtype: torch.dtype) -> None:
         assert pool.dtype == torch.uint8, pool.dtype
         assert pool.ndim == 2, pool.shape

@@ -195,3 +195,13 @@ def test_a_pool_too_small_for_one_request_is_refused_at_start(model: Path) -> No
 def test_a_host_pool_that_memory_can_not_hold_is_refused_at_start(model: Path) -> None:
     with pytest.raises(ConfigError, match="does not fit into"):
         Driver(model, enable_hierarchical_cache=True, hicache_size=1e6)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_8_bit_kv_takes_a_quarter_of_fp32s_room_and_is_reused_as_it_was(engine, kv_dtype):
+    half = engine(kv_cache_dtype=kv_dtype)
+    prompt = list(range(3, 40))
+    first = half.answer(prompt)
+    assert half.answer(prompt) == first
+    assert half.stats()["hicache_hit_tokens_total"]["device"] == 36
+    assert half.core.info()["tiers"]["device"]["bytes"] * 4 == engine().core.info()["tiers"]["device"]["bytes"]

@@ -47,7 +47,7 @@ def test_defaults_are_sglangs():
         ({"schedule_policy": "best"}, "fcfs, lpm"),
         ({"radix_eviction_policy": "clock"}, "lru, lfu, slru, fifo, priority, adaptive"),
         ({"hicache_io_backend": "turbo"}, "--hicache-io-backend turbo"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2"),
+        ({"kv_cache_dtype": "int8"}, "float16, fp8_e4m3, fp8_e5m2"),
         ({"mem_fraction_static": "1.5"}, "--mem-fraction-static 1.5"),
         ({"context_length": "-1"}, "--context-length -1"),
         ({"hicache_storage_size": "lots"}, "--hicache-storage-size lots"),
