@@ -17,13 +17,15 @@ serve: install ## serve the demo model on 127.0.0.1:30000 (ARGS: more flags)
 	@exec .venv/bin/hicache serve --config configs/cpu-demo.yaml $(ARGS)
 
 test: install ## run the default test suite (ARGS: more pytest arguments)
-	@$(PY) -m pytest -m "not long and not gpu" $(ARGS)
+	@$(PY) -m pytest -m "not long" $(ARGS)
 
 test-long: install ## run the tests that take minutes to hours
 	@$(PY) -m pytest -m "long and not gpu" $(ARGS)
 
-test-gpu: install ## run the tests that need an NVIDIA GPU
-	@$(PY) -m pytest -m gpu $(ARGS)
+# On a machine without a network: make test-gpu PY=python3 BUNDLE=FOLDER, with the folder that scripts/gpu_bundle.sh makes.
+OUT ?= gpu-report
+test-gpu: $(if $(filter .venv/%,$(PY)),install) ## run all that needs an NVIDIA GPU: tests and measurements, as a table in OUT
+	@$(PY) -m benchmarks.gpu --out $(OUT) $(if $(BUNDLE),--bundle $(BUNDLE)) $(ARGS)
 
 lint: install ## check style and formatting with ruff
 	@.venv/bin/ruff check .

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from engine.config import ServeConfig
     from engine.grammar import GrammarState
     from engine.messages import CacheHint, FinishReason, GenerateRequest, PinHint, TokenLogprobs, ToServer
+    from engine.model import LoadedModel
     from engine.scheduler import Step
     from hicache.geometry import PageGeometry
     from hicache.lease import Lease
@@ -60,10 +61,12 @@ ATTACHABLE = frozenset(f"hicache_storage_{name}" for name in ("backend", "backen
 class EngineCore:
     """Everything between a request message and its token messages. One thread; closes what it opened."""
 
-    def __init__(self, config: ServeConfig) -> None:
-        """Load the model, make the pools, open the store. Raises ConfigError, ModelRefused or StoreError."""
+    def __init__(self, config: ServeConfig, model: LoadedModel | None = None) -> None:
+        """Load the model if none is given, make the pools, open the store. Raises ConfigError, ModelRefused or StoreError."""
         self._config = config
-        self._model = model = load_model(config.model_path, config.dtype, config.device, config.context_length)
+        if model is None:
+            model = load_model(config.model_path, config.dtype, config.device, config.context_length)
+        self._model = model
         self._geometry = model.geometry(config.page_size, config.kv_cache_dtype)
         sizes = pool_sizes(config, model, self._geometry)
         self._fingerprint = model.fingerprint(self._geometry)

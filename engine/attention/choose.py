@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 
     AttentionBackendName = Literal["auto", "torch", "flashinfer"]
 
-__all__ = ["disagreement", "make_backend"]
+__all__ = ["compile_kernels", "disagreement", "make_backend"]
 
 logger = logging.getLogger(__name__)
+
+COMPILED_AT_ONCE = 2
+"""Modules of kernels; each starts about ten compilers, of some gigabytes each."""
 
 TOLERANCE = 0.03
 """Relative to the norm of the reference's output. Rounding to bfloat16 gives 0.004, one key too many or too few above 0.1."""
@@ -65,7 +68,7 @@ def _flashinfer(
         return reason
     try:
         kernels = FlashInferKernels(pool.device)
-        _compile(kernels, [AttentionShape.of(layer, geometry.page_size, dtype, kv_dtype) for layer in layers])
+        compile_kernels(kernels, [AttentionShape.of(layer, geometry.page_size, dtype, kv_dtype) for layer in layers])
         wrong = disagreement(kernels, geometry, layers, dtype, pool.device)
     except ImportError as error:
         return f"it can't be imported ({error}); pip install 'hicache[cuda]'"
@@ -74,8 +77,8 @@ def _flashinfer(
     return wrong or FlashInferBackend(pool, geometry, layers, dtype, kernels)
 
 
-def _compile(kernels: Kernels, shapes: Sequence[AttentionShape]) -> None:
-    """Compile what each shape needs, all at once: planning does that, and takes a minute each where it was never done."""
+def compile_kernels(kernels: Kernels, shapes: Sequence[AttentionShape]) -> None:
+    """Compile what each shape needs: planning does that, and takes about a minute each where it was never done."""
     chunk = Chunk(np.zeros(1, np.int32), 0, np.zeros(1, np.int32))
     distinct = list(dict.fromkeys(shapes))
     logger.info("loading FlashInfer's kernels; they are compiled first if this machine has not done so")
@@ -83,7 +86,7 @@ def _compile(kernels: Kernels, shapes: Sequence[AttentionShape]) -> None:
     def plan(shape: AttentionShape) -> None:
         kernels.prompt().plan(plan_tables([chunk], shape.page_size, shape.window), shape)
 
-    with ThreadPoolExecutor(len(distinct)) as threads:
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as threads:
         list(threads.map(plan, distinct))
 
 
