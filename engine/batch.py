@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from hicache.transfer.operation import LayerGate
+
 __all__ = ["Batch", "Chunk", "SharedPrefix"]
 
 
@@ -45,10 +47,12 @@ class Batch(NamedTuple):
     """What one forward computes. Chunks keep their order, and so do the logits that come back: each chunk's `logits` rows.
 
     shared: prefixes worth reading once for several chunks, from chunk 0 on without gaps; a backend may ignore them.
+    gates: each layer passes them before it reads pages, since some are still being loaded back.
     """
 
     chunks: Sequence[Chunk]
     shared: Sequence[SharedPrefix] = ()
+    gates: Sequence[LayerGate] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -225,8 +225,9 @@ class EngineCore:
         begun_s = time.perf_counter()
         logits = self._runner.forward(step.batch)
         self._runner.wait()  # else a GPU's step would cost what its launch does
-        chunks = [(chunk.start, len(chunk.tokens)) for chunk in step.batch.chunks]
-        self.cache.observe_compute(chunks, time.perf_counter() - begun_s)
+        if not step.batch.gates:  # else it was not computing alone that took so long
+            chunks = [(chunk.start, len(chunk.tokens)) for chunk in step.batch.chunks]
+            self.cache.observe_compute(chunks, time.perf_counter() - begun_s)
         return logits
 
     def _advance(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> TokensOut:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from engine.messages import GenerateRequest, TokenLogprobs
     from engine.sampler import SamplingState
     from hicache.lease import Lease
+    from hicache.transfer.operation import LayerGate
 
 __all__ = ["Phase", "Request"]
 
@@ -35,6 +36,7 @@ class Request:
     computed: leading tokens whose KV is in its pages. serial: order of arrival. arrived_s: by the scheduler's clock.
     noted: what the schedule policy wrote down when it first saw the request.
     prompt_logprobs: of prompt tokens, as far as they are scored; None unless asked for.
+    gate: what the layers of its next step wait by, if it was started before its pages had come.
     """
 
     message: GenerateRequest
@@ -48,6 +50,7 @@ class Request:
     arrived_s: float = 0.0
     noted: float | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    gate: LayerGate | None = None
 
     @property
     def rid(self) -> str:

@@ -16,11 +16,14 @@ from engine.attention.hook import attending
 from engine.graphs import DecodeGraphs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.attention.base import AttentionBackend
     from engine.attention.hook import HookCall
     from engine.batch import Batch
     from engine.graphs import Capture
     from engine.model import LoadedModel
+    from hicache.transfer.operation import LayerGate
 
 __all__ = ["ModelRunner"]
 
@@ -36,6 +39,8 @@ class ModelRunner:
         self._backend = backend
         self._layers = {layer.layer_idx: layer for layer in model.layers}
         self._picks_logits = "logits_to_keep" in inspect.signature(model.hf.forward).parameters
+        self._last_page_layer = len(model.page_layers) - 1
+        self._gates: Sequence[LayerGate] = ()
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
@@ -70,7 +75,13 @@ class ModelRunner:
         if all(len(chunk.tokens) == 1 for chunk in batch.chunks):
             batch, places = self._backend.arrange(batch)
             graph = None if self._graphs is None else self._graphs.find(batch)
-        logits = self._forward(batch) if graph is None else graph.forward(batch)
+        if graph is None:
+            logits = self._forward(batch)
+        else:
+            for gate in batch.gates:  # a recording can't wait between its layers
+                gate.wait(self._last_page_layer)
+            self._gates = ()
+            logits = graph.forward(batch)
         return logits if places is None else logits[torch.from_numpy(places).to(self._device)]
 
     def wait(self) -> None:
@@ -81,6 +92,7 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> torch.Tensor:
         """Compute a step kernel by kernel."""
         self._backend.plan(batch)
+        self._gates = batch.gates
         ids = np.concatenate([chunk.tokens for chunk in batch.chunks])
         positions = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in batch.chunks])
         return self._compute(self._tensor(ids), self._tensor(positions), self._tensor(_logit_rows(batch)))
@@ -97,6 +109,8 @@ class ModelRunner:
     def _attend(self, call: HookCall) -> torch.Tensor:
         """Answer one layer's attention call of the running forward."""
         layer = self._layers[call.layer_idx]
+        for gate in self._gates:
+            gate.wait(layer.pages_of)
         q, k, v = (part[0].transpose(0, 1) for part in (call.query, call.key, call.value))
         sinks = None if call.sinks is None else call.sinks.reshape(-1)
         return self._backend.attend(layer, LayerCall(q, k, v, sinks))[None]

@@ -129,7 +129,10 @@ class Scheduler:
         requests = [request for request in chosen if request.phase is Phase.RUNNING]
         if not requests:
             return None
-        return Step(requests, Batch([self._chunk(request, chosen[request]) for request in requests]))
+        gates = [request.gate for request in requests if request.gate is not None]
+        for request in requests:
+            request.gate = None  # later steps come after this one on the device's stream
+        return Step(requests, Batch([self._chunk(request, chosen[request]) for request in requests], gates=gates))
 
     def computed(self, step: Step) -> list[int]:
         """Note a finished forward: share its full pages. Returns the rows whose requests can be sampled from now."""
@@ -159,6 +162,15 @@ class Scheduler:
 
     def _start_loaded(self) -> None:
         for request in [request for request in self.loading if request.lease.state is LeaseState.ACTIVE]:
+            self.loading.remove(request)
+            self._run(request)
+        if self.loading and not self.running:
+            self._start_early(self.loading[0])
+
+    def _start_early(self, request: Request) -> None:
+        """Let a request compute while its pages come. Only when nothing else runs: a step waits for the slowest of its rows."""
+        request.gate = self._cache.start(request.lease)
+        if request.gate is not None:
             self.loading.remove(request)
             self._run(request)
 
@@ -209,6 +221,7 @@ class Scheduler:
         self.running.remove(request)
         self._ask_again(self._sharing.end(request))
         self._cache.suspend(request.lease)
+        request.gate = None
         request.computed = 0
         self._wait(request)
 

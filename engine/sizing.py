@@ -23,8 +23,8 @@ __all__ = ["LEAST_TOKENS", "PoolSizes", "gpu_pool_bytes", "pool_sizes"]
 
 logger = logging.getLogger(__name__)
 
-RUNTIME_BYTES = 1 << 30
-"""GPU memory left for attention's workspace (384 MiB), captured graphs, the sampler and torch's fragmentation."""
+RUNTIME_BYTES = 2 << 30
+"""GPU memory left for attention's workspaces (some hundreds of MiB), captured graphs, the sampler and torch's fragmentation."""
 
 LEAST_TOKENS = 128
 """A device pool that can't hold one request of this many tokens (or of the whole context, if that is shorter) is refused."""

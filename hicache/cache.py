@@ -26,7 +26,7 @@ import numpy as np
 from prometheus_client.core import GaugeMetricFamily
 
 from hicache.backup import Backup
-from hicache.errors import CacheClosed, ConfigError
+from hicache.errors import CacheClosed, ConfigError, LoadFailed
 from hicache.eviction import SHARED
 from hicache.gauges import pool_gauges
 from hicache.hints import Hints
@@ -39,6 +39,7 @@ from hicache.prefetcher import Prefetcher
 from hicache.reclaim import Reclaimer
 from hicache.sharing import Sharing
 from hicache.tiers import Tiers
+from hicache.transfer.operation import OpState
 from hicache.transfer.store_worker import StoreWorker
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from hicache.keys import Namespace
     from hicache.pools import HostPool
     from hicache.radix_tree import Match, Node
-    from hicache.transfer.operation import Copier, CopyOp, Operation, StoreRunner
+    from hicache.transfer.operation import Copier, CopyOp, LayerGate, Operation, StoreRunner
     from storage.base import PageStore
 
     Ids = npt.NDArray[np.int32]
@@ -194,6 +195,20 @@ class HiCache:
             self._activate(lease)
         return True
 
+    def start(self, lease: Lease) -> LayerGate | None:
+        """Let a lease compute while its pages are still being loaded back, if layers can wait for them one by one.
+
+        Returns the gate that every layer must pass before it reads the pages for the first time; None: not now, or not here.
+        The lease is ACTIVE then, and shares nothing until its load has been settled.
+        """
+        op = lease.load
+        if lease.state is not LeaseState.LOADING or op is None or op.gate is None:
+            return None
+        lease.add_slots(op.dst)
+        lease.shared += len(op.dst)
+        self._activate(lease)
+        return op.gate
+
     def extend(self, lease: Lease, tokens: int) -> bool:
         """Own device slots for positions [0, tokens); False: no room now (nothing was taken)."""
         need = self.geometry.pages(tokens) - lease.num_slots
@@ -206,9 +221,19 @@ class HiCache:
         return True
 
     def commit(self, lease: Lease, tokens: int) -> None:
-        """Positions [0, tokens) are computed: share their full pages through the tree, and back them up as the policy says."""
+        """Positions [0, tokens) are computed: share their full pages through the tree, and back them up as the policy says.
+
+        What a lease that was started early computes is shared by the first commit after its load has been settled. Raises
+        LoadFailed if that load failed.
+        """
         full = tokens // self.geometry.page_size
         assert lease.num_tokens >= tokens, "tokens are appended before they are committed"
+        if lease.load is not None:
+            self._mover.drain()
+        if lease.load is not None:
+            if lease.load.state is OpState.FAILED:
+                raise LoadFailed(f"{len(lease.load.ids)} pages were not loaded back: {lease.load.error}")
+            return
         if self.config.reuse and full > lease.shared:
             self._sharing.share(lease, full)
 
@@ -392,8 +417,10 @@ class HiCache:
         def landed(op: CopyOp) -> None:
             self._sharing.promote_path(node)
             t.tree.unpin(node)
-            if lease.load is op:
-                lease.load = None
+            if lease.load is not op or (lease.state is LeaseState.ACTIVE and op.state is OpState.FAILED):
+                return  # given up, or computing on what did not come: the next commit says so
+            lease.load = None
+            if lease.state is LeaseState.LOADING:
                 self._loaded(lease)
 
         lease.state = LeaseState.LOADING

@@ -4,14 +4,15 @@ HiCacheError
 ├── ConfigError          a flag, a file or a combination that can't work; one clear line for the user
 ├── ModelRefused         a model that can't be run correctly on paged KV
 ├── RequestRefused       bad input of one request (too long, bad parameter)
-└── CacheClosed          the cache was used after close
+├── CacheClosed          the cache was used after close
+└── LoadFailed           pages that a request was computing on already did not come
 
 A store's own errors are `storage.errors.StoreError`. Failed asserts are our bugs, never input.
 """
 
 from __future__ import annotations
 
-__all__ = ["CacheClosed", "ConfigError", "HiCacheError", "ModelRefused", "RequestRefused"]
+__all__ = ["CacheClosed", "ConfigError", "HiCacheError", "LoadFailed", "ModelRefused", "RequestRefused"]
 
 
 class HiCacheError(Exception):
@@ -32,3 +33,7 @@ class RequestRefused(HiCacheError):
 
 class CacheClosed(HiCacheError):
     """The cache was used after it was closed."""
+
+
+class LoadFailed(HiCacheError):
+    """Pages that a request was computing on while they were loaded did not come: what it computed is worth nothing."""

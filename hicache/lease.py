@@ -67,6 +67,7 @@ class Lease:
     cached: tokens that need no computing, known once ACTIVE. hits: the same by tier at arrival (first admission only).
     found: pages that were (device, host, disk) when the request arrived.
     max_cached_tokens: reuse ends there, since the engine wants to compute what follows.
+    load: a load-back that has not been settled. ACTIVE with one: it was started early (`HiCache.start`).
     """
 
     root: Node
@@ -96,7 +97,7 @@ class Lease:
     @property
     def held_pages(self) -> int:
         """Device slots that are its, shared, own or just being loaded."""
-        return self.num_slots + (len(self.load.dst) if self.load is not None else 0)
+        return self.num_slots + (len(self.load.dst) if self.load is not None and self.state is LeaseState.LOADING else 0)
 
     def append(self, token: int) -> None:
         """Add a generated token."""

@@ -112,7 +112,7 @@ def arrange(batch: Batch, page_size: int, least_tokens: int, groups: int) -> tup
     for group in found:
         shared.append(SharedPrefix(begin, begin + len(group.rows), group.pages))
         begin += len(group.rows)
-    return Batch([batch.chunks[row] for row in order], shared), np.argsort(np.array(order))
+    return batch._replace(chunks=[batch.chunks[row] for row in order], shared=shared), np.argsort(np.array(order))
 
 
 class _Group(NamedTuple):
