@@ -169,6 +169,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"--hicache-storage-backend {self.hicache_storage_backend} needs --enable-hierarchical-cache")
         if self.hicache_storage_dir is not None and self.hicache_storage_backend != "lmdb":
             raise ConfigError("--hicache-storage-dir needs --hicache-storage-backend lmdb")
+        if self.cuda_graph_max_bs is not None and self.cuda_graph_max_bs > self.max_running_requests:
+            raise ConfigError(
+                f"--cuda-graph-max-bs {self.cuda_graph_max_bs}: no more sequences run at once than --max-running-requests "
+                f"{self.max_running_requests}"
+            )
         for name in sorted(_SECRETS):
             if getattr(self, name) == "":
                 raise ConfigError(f"--{name.replace('_', '-')} must not be empty")

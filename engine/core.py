@@ -76,7 +76,7 @@ class EngineCore:
         self._attention = make_backend(config.attention_backend, device.data, self._geometry, model.layers, model.dtype)
         self._runner = ModelRunner(model, self._attention)
         if uses_graphs:  # the pool's last page is beyond what the cache hands out
-            largest = min(config.cuda_graph_max_bs or config.max_running_requests, config.max_running_requests)
+            largest = config.cuda_graph_max_bs or config.max_running_requests
             max_pages = self._geometry.pages(model.context_length)
             self._runner.capture_decodes(graph_sizes(largest), sizes.device_pages, max_pages, CudaCapture())
         self._sampler = Sampler()

@@ -48,6 +48,7 @@ def test_defaults_are_sglangs():
         ({"radix_eviction_policy": "clock"}, "lru, lfu, slru, fifo, priority, adaptive"),
         ({"hicache_io_backend": "turbo"}, "--hicache-io-backend turbo"),
         ({"kv_cache_dtype": "int8"}, "float16, fp8_e4m3, fp8_e5m2"),
+        ({"cuda_graph_max_bs": "64"}, "--max-running-requests 32"),
         ({"mem_fraction_static": "1.5"}, "--mem-fraction-static 1.5"),
         ({"context_length": "-1"}, "--context-length -1"),
         ({"hicache_storage_size": "lots"}, "--hicache-storage-size lots"),
