@@ -1,4 +1,4 @@
-"""Compiles FlashInfer's kernels for every shape that the other parts use, two modules at once."""
+"""Compiles FlashInfer's kernels for every shape that the other parts use."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from engine.attention.flashinfer_kernels import FlashInferKernels
 from engine.attention.paged_plan import arrange
 from engine.attention.torch_backend import TorchBackend
 from engine.batch import Batch, Chunk, SharedPrefix
+from engine.graphs import CudaCapture
 from hicache.geometry import LayerGeometry, PageGeometry
 from tests.cuda import needs_cuda, needs_flashinfer
 from tests.reference_kernels import ReferenceKernels
@@ -153,9 +154,13 @@ class Rig:
         self.backend.plan(self.batch(lengths))
         return self.layer_outputs([(i, n) for i, n in enumerate(lengths) if n])
 
-    def layer_outputs(self, rows: list[tuple[int, int]], padding: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Run the planned step, in which each of `rows` is a sequence and its new tokens, and `padding` rows are nobody's."""
-        return [self._layer(layer, rows, padding) for layer in self.layers]
+    def layer_outputs(self, rows: list[tuple[int, int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Run the planned step, in which each of `rows` is a sequence and its new tokens."""
+        out = []
+        for layer in self.layers:
+            parts, expected = self.new_tokens(layer, rows)
+            out.append((self.attend(layer, *parts, self.sinks), expected))
+        return out
 
     def fork(self, source: int, pages: int) -> None:
         """Let the other sequences begin with a sequence's first pages."""
@@ -170,7 +175,10 @@ class Rig:
         for got, expected in outputs:
             torch.testing.assert_close(got, expected, atol=self.case.atol, rtol=self.case.rtol)
 
-    def _layer(self, layer: LayerSpec, rows: list[tuple[int, int]], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def new_tokens(
+        self, layer: LayerSpec, rows: list[tuple[int, int]], padding: int = 0
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Queries, keys and values of a step, with `padding` rows that are nobody's, and what attention gives for `rows`."""
         total, expected, at = sum(n for _, n in rows), [], 0
         q = self.randn(total + padding, layer.q_heads, layer.k_dim)
         k = self.randn(total + padding, layer.kv_heads, layer.k_dim)
@@ -182,8 +190,7 @@ class Rig:
             keys[i] = torch.cat([keys[i], k[new].to(self.kv_dtype).float()])
             values[i] = torch.cat([values[i], v[new].to(self.kv_dtype).float()])
             expected.append(reference(layer, q[new], keys[i], values[i], self.sinks))
-        got = self.attend(layer, q, k, v, self.sinks)[:total]
-        return got, torch.cat([got[:0], *expected])
+        return [q, k, v], torch.cat(expected)
 
 
 def reference(layer: LayerSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -294,22 +301,55 @@ def test_a_shared_prefix_is_attended_to_as_if_it_were_each_sequences_own(paged, 
         rig.check(rig.layer_outputs([(0, 1), (1, 1), (2, 1)]))
 
 
+ROWS = 5
+
+
+class Slot:
+    """A slot of ROWS decodes, captured over inputs that never move: by a CUDA graph, or on a CPU by calling again."""
+
+    def __init__(self, rig: Rig, groups: int) -> None:
+        self.rig, device = rig, torch.device(rig.case.device)
+        self.spare = Chunk(np.zeros(1, np.int32), 4, np.full(2, rig.unused[0]))
+        self.slot = rig.backend.slot(ROWS, groups, 40)
+        rig.backend.plan_slot(self.slot, [self.spare] * ROWS, [SharedPrefix(0, ROWS, 1)] if groups else [])
+        heads = (rig.variant.q_heads, rig.variant.kv_heads, rig.variant.kv_heads)
+        self.inputs = [
+            [torch.zeros(ROWS, count, rig.variant.k_dim, dtype=rig.case.dtype, device=device) for count in heads]
+            for _ in rig.layers
+        ]
+        self.sinks = None if rig.sinks is None else rig.sinks.to(device, rig.case.dtype)
+        capture = CudaCapture() if device.type == "cuda" else lambda run: run
+        self.replay = capture(self._attend)
+
+    def _attend(self) -> torch.Tensor:
+        calls = [LayerCall(*parts, self.sinks) for parts in self.inputs]
+        return torch.stack([self.rig.backend.attend(*both) for both in zip(self.rig.layers, calls, strict=True)])
+
+    def step(self, batch: Batch, sequences: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Run one decode of each sequence; returns (output, expected) of each layer."""
+        padding = ROWS - len(sequences)
+        self.rig.backend.plan_slot(self.slot, [*batch.chunks, *[self.spare] * padding], batch.shared)
+        wanted = []
+        for layer, inputs in zip(self.rig.layers, self.inputs, strict=True):
+            parts, expected = self.rig.new_tokens(layer, [(i, 1) for i in sequences], padding)
+            wanted.append(expected)
+            for held, part in zip(inputs, parts, strict=True):
+                held.copy_(part)
+        got = self.replay().double().cpu()[:, : len(sequences)]
+        return list(zip(got, wanted, strict=True))
+
+
 @pytest.mark.parametrize("shares", [False, True], ids=["apart", "sharing"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_a_slot_takes_one_step_after_another_with_rows_that_are_nobodys(paged, variant, shares):
     rig = Rig(paged, variant, 4)
-    spare = Chunk(np.zeros(1, np.int32), 4, np.array([rig.unused[0], rig.unused[0]]))
     rig.step([0, 9, 0])
     rig.fork(1, 2)
     rig.step([2, 1, 5])
-    slot = rig.backend.slot(5, 2 if shares else 0, 40)
-    rig.backend.plan_slot(slot, [spare] * 5, [SharedPrefix(0, 5, 1)] if shares else [])
-    rig.layer_outputs([], padding=5)
+    slot = Slot(rig, 2 if shares else 0)
     for lengths in ([1, 1, 1], [1, 0, 1], [1, 1, 1]):
         batch = rig.batch(lengths)
         if shares:
             batch, _ = arrange(batch, 4, 1, 2)
             assert batch.shared
-        count = len(batch.chunks)
-        rig.backend.plan_slot(slot, [*batch.chunks, *[spare] * (5 - count)], batch.shared)
-        rig.check(rig.layer_outputs([(i, 1) for i, n in enumerate(lengths) if n], padding=5 - count))
+        rig.check(slot.step(batch, [i for i, n in enumerate(lengths) if n]))
