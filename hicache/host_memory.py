@@ -52,5 +52,8 @@ def touch(memory: mmap.mmap) -> None:
     def fill(first: int) -> None:
         data[first : first + _TOUCH_BYTES] = 0
 
+    if len(data) <= _TOUCH_BYTES:
+        fill(0)
+        return
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         list(threads.map(fill, range(0, len(data), _TOUCH_BYTES)))

@@ -133,13 +133,21 @@ def _chunk_pages(page_bytes: int) -> int:
 
 
 class DevicePool:
-    """Page blobs in device memory: `data` is a torch.uint8 tensor (num_pages, page_bytes)."""
+    """Page blobs in device memory: `data` is a torch.uint8 tensor (num_pages, page_bytes), on a CPU in huge pages."""
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device | str = "cpu") -> None:
         try:
-            self.data = torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)
+            self.data = self._take(num_pages, page_bytes, torch.device(device))
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"no memory for a device pool of {num_pages} pages ({num_pages * page_bytes / 2**30:.2f} GiB) on {device}; "
                 "lower --max-total-tokens"
             ) from error
+
+    @staticmethod
+    def _take(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
+        if device.type != "cpu":
+            return torch.zeros((num_pages, page_bytes), dtype=torch.uint8, device=device)
+        memory = map_memory(num_pages * page_bytes)
+        touch(memory)  # all of it is there, or the server does not start
+        return torch.from_numpy(np.frombuffer(memory, np.uint8, num_pages * page_bytes).reshape(-1, page_bytes))

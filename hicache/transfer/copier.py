@@ -12,7 +12,7 @@ import numpy as np
 from hicache.transfer.operation import CopyOp, Operation, OpKind, OpState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
     import numpy.typing as npt
 
@@ -25,20 +25,22 @@ __all__ = ["ThreadCopier", "copy_pages", "runs"]
 logger = logging.getLogger(__name__)
 
 
-def runs(src: Ints, dst: Ints) -> Iterator[tuple[int, int, int]]:
+def runs(src: Ints, dst: Ints) -> Iterable[tuple[int, int, int]]:
     """Coalesce page moves: (first src slot, first dst slot, count) for each stretch where both sides are neighbours."""
-    if len(src) == 0:
-        return
-    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-    starts = [0, *breaks.tolist()]
-    for a, b in zip(starts, [*starts[1:], len(src)], strict=True):
-        yield int(src[a]), int(dst[a]), b - a
+    begins = np.ones(len(src), np.bool_)
+    begins[1:] = (np.diff(src) != 1) | (np.diff(dst) != 1)
+    starts = np.flatnonzero(begins)
+    counts = np.diff(starts, append=len(src))
+    return zip(src[starts].tolist(), dst[starts].tolist(), counts.tolist(), strict=True)
 
 
 def copy_pages(src_pool: npt.NDArray[np.uint8], src: Ints, dst_pool: npt.NDArray[np.uint8], dst: Ints) -> None:
     """Copy pages between two blobs of equal page size, neighbours in one memcpy."""
     for a, b, n in runs(src, dst):
-        dst_pool[b : b + n] = src_pool[a : a + n]
+        if n == 1:  # a row costs half of what a slice does: 5 % of the copy of a page of 64 KiB
+            dst_pool[b] = src_pool[a]
+        else:
+            dst_pool[b : b + n] = src_pool[a : a + n]
 
 
 class ThreadCopier:
