@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from engine.cli import bench_engine, bench_multiturn, bench_schedule, bench_store, bench_tree, simulate, store
+from engine.cli import bench_copy, bench_engine, bench_multiturn, bench_schedule, bench_store, bench_tree, simulate, store
 from engine.cli.serve import serve_command
 
 __all__ = ["app"]
@@ -22,6 +22,7 @@ app.command("serve", help="Serve a model over HTTP, with the cache on.")(serve_c
 app.add_typer(store.app, name="store")
 app.add_typer(bench, name="bench")
 app.command("simulate")(simulate.simulate)
+bench.command("copy")(bench_copy.copy)
 bench.command("tree")(bench_tree.tree)
 bench.command("engine")(bench_engine.engine)
 bench.command("overhead")(bench_engine.overhead)
