@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+
+from tests.recording import opaque
 
 if TYPE_CHECKING:
     from engine.attention.gather import LayerPages
@@ -13,6 +15,15 @@ if TYPE_CHECKING:
     from engine.attention.paged_plan import PagedTables
 
 __all__ = ["ReferenceKernels"]
+
+
+class PagedArrays(NamedTuple):
+    """The arrays of PagedTables as tensors."""
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    last_page_len: torch.Tensor
 
 
 class ReferenceKernels:
@@ -44,7 +55,8 @@ class ReferenceKernels:
 
 
 class _Kernel:
-    """One kernel. Where sequences, rows and max_pages are given, plans are held to them as FlashInfer's fixed wrappers do."""
+    """One kernel. Its arrays are tensors; where sequences, rows and max_pages are given they are made once and never move, and
+    plans are held to them, as FlashInfer's fixed wrappers do."""
 
     def __init__(
         self,
@@ -57,6 +69,10 @@ class _Kernel:
     ) -> None:
         self._causal, self._decodes = causal, decodes
         self._sequences, self._rows, self._max_pages = sequences, rows, max_pages
+        self._held: PagedArrays | None = None
+        if sequences is not None and max_pages is not None:
+            sizes = (sequences + 1, sequences + 1, max_pages, sequences)
+            self._held = PagedArrays(*(torch.zeros(size, dtype=torch.int32) for size in sizes))
 
     def plan(self, tables: PagedTables, shape: AttentionShape) -> None:
         assert all(part.dtype == np.int32 for part in tables)
@@ -68,11 +84,16 @@ class _Kernel:
         assert (tables.last_page_len <= shape.page_size).all()
         if self._decodes:
             assert (np.diff(tables.qo_indptr) == 1).all()
-        if self._sequences is not None:
+        arrays = PagedArrays(*(torch.from_numpy(part) for part in tables))
+        if self._held is None:
+            self._arrays = arrays
+        else:
             assert count == self._sequences
             assert tables.rows <= self._rows
-            assert len(tables.kv_indices) <= self._max_pages
-        self._tables, self._shape = tables, shape
+            for held, array in zip(self._held, arrays, strict=True):
+                held[: len(array)].copy_(array)
+            self._arrays = self._held
+        self._shape = shape
 
     def run(self, q: torch.Tensor, pages: LayerPages) -> torch.Tensor:
         return self.run_with_lse(q, pages)[0]
@@ -85,13 +106,17 @@ class _Kernel:
         assert pages.k.stride() == pages.v.stride()
         out = torch.empty_like(q) if out is None else out
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse
-        tables = self._tables
-        for i, last in enumerate(tables.last_page_len.tolist()):
-            rows = slice(int(tables.qo_indptr[i]), int(tables.qo_indptr[i + 1]))
-            slots = torch.from_numpy(tables.kv_indices[tables.kv_indptr[i] : tables.kv_indptr[i + 1]]).long().to(q.device)
-            keys = max(0, len(slots) - 1) * self._shape.page_size + last
-            k, v = (part[slots].flatten(0, 1)[:keys].double() for part in (pages.k, pages.v))
-            out[rows], lse[rows] = self._attend(q[rows].double(), k, v)
+        arrays, shape = self._arrays, self._shape
+
+        def kernel() -> None:
+            for i, last in enumerate(arrays.last_page_len.tolist()):
+                rows = slice(int(arrays.qo_indptr[i]), int(arrays.qo_indptr[i + 1]))
+                slots = arrays.kv_indices[int(arrays.kv_indptr[i]) : int(arrays.kv_indptr[i + 1])].long().to(q.device)
+                keys = max(0, len(slots) - 1) * shape.page_size + last
+                k, v = (part[slots].flatten(0, 1)[:keys].double() for part in (pages.k, pages.v))
+                out[rows], lse[rows] = self._attend(q[rows].double(), k, v)
+
+        opaque(kernel)
         return out, lse
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

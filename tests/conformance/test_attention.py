@@ -18,6 +18,7 @@ from engine.batch import Batch, Chunk, SharedPrefix
 from engine.graphs import CudaCapture
 from hicache.geometry import LayerGeometry, PageGeometry
 from tests.cuda import needs_cuda, needs_flashinfer
+from tests.recording import record
 from tests.reference_kernels import ReferenceKernels
 
 if TYPE_CHECKING:
@@ -305,7 +306,7 @@ ROWS = 5
 
 
 class Slot:
-    """A slot of ROWS decodes, captured over inputs that never move: by a CUDA graph, or on a CPU by calling again."""
+    """A slot of ROWS decodes, captured over inputs that never move: by a CUDA graph, or on a CPU by a recording."""
 
     def __init__(self, rig: Rig, groups: int) -> None:
         self.rig, device = rig, torch.device(rig.case.device)
@@ -318,7 +319,7 @@ class Slot:
             for _ in rig.layers
         ]
         self.sinks = None if rig.sinks is None else rig.sinks.to(device, rig.case.dtype)
-        capture = CudaCapture() if device.type == "cuda" else lambda run: run
+        capture = CudaCapture() if device.type == "cuda" else record
         self.replay = capture(self._attend)
 
     def _attend(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Decode steps of fixed size: the same logits as without, whatever the batch is filled up with.
 
-A recording is tried on a GPU (tests/gpu); here a graph calls the model again, which shows what it is fed and what comes out.
+Here a graph is a recording of what the model does on a CPU; with CUDA's own it is tried in tests/gpu and `make test-gpu`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.graphs import graph_sizes
 from engine.model import load_model
 from engine.runner import ModelRunner
 from tests.models import make_tiny_model
+from tests.recording import record
 from tests.reference_kernels import ReferenceKernels
 
 if TYPE_CHECKING:
@@ -47,11 +48,11 @@ class Pair:
         self.reference = ModelRunner(model, TorchBackend(pools[1], geometry, model.layers, model.dtype))
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        run()
+        recorded = record(run)
 
         def replay() -> torch.Tensor:
             self.replayed += 1
-            return run()
+            return recorded()
 
         return replay
 
