@@ -167,11 +167,6 @@ class EngineCore:
         """Whether no request is in the engine."""
         return self._scheduler.idle and not self._grammars
 
-    @property
-    def loading(self) -> bool:
-        """Whether a request waits for its pages to be loaded back, and for nothing else."""
-        return bool(self._scheduler.loading)
-
     def fail_all(self, reason: str, status: int) -> list[ToServer]:
         """End every request with an error."""
         waiting: list[ToServer] = [RequestFailed(rid, reason, status) for rid in self._grammars.discard_all()]

@@ -93,8 +93,8 @@ class EngineLoop:
         return self._ends_at is not None and (self._core.idle or time.monotonic() >= self._ends_at)
 
     def _rest(self) -> None:
-        """Nothing to compute: wait for a message or for an operation to end."""
-        if self._core.loading:
+        """Nothing to compute: wait for an operation to end, if a request may wait for that, or for a message."""
+        if self._core.cache.in_flight and not self._core.idle:
             self._core.cache.wait(COPY_POLL_S)
         elif self._core.cache.in_flight or self._core.store_admin.busy or not self._core.idle:
             self._pipes.wait(COPY_POLL_S)

@@ -192,12 +192,27 @@ class Scheduler:
 
     def _prefill(self, request: Request, budget: int, chosen: dict[Request, int]) -> int:
         """Put as much of a prompt into the step as `budget` allows; returns what it costs. Scored tokens cost more."""
+        most = self._meet(request)
+        if most < 1:
+            return 0
         price = max(1, self._limits.prefill_tokens // SCORED_TOKENS)
-        plain = min(budget, request.uncomputed, max(0, request.unscored_from - request.computed))
-        scored = min((budget - plain) // price, request.uncomputed - plain)
+        plain = min(budget, most, max(0, request.unscored_from - request.computed))
+        scored = min((budget - plain) // price, most - plain)
         if plain + scored == 0 and budget > 0:
             scored = 1
         return min(budget, self._grow(request, plain + scored, chosen) + scored * (price - 1))
+
+    def _meet(self, request: Request) -> int:
+        """How many of its uncomputed tokens a running request may compute now; it may have to load pages first."""
+        lease = request.lease
+        end = self._cache.meet(lease, request.computed)
+        if lease.state is LeaseState.LOADING:
+            self.running.remove(request)
+            request.phase = Phase.LOADING
+            insort(self.loading, request, key=_serial)
+            return 0
+        request.computed = max(request.computed, lease.cached)
+        return min(end, lease.num_tokens) - request.computed
 
     def _grow(self, request: Request, count: int, chosen: dict[Request, int]) -> int:
         """Put a running request's next `count` tokens into the step; returns how many got in.

@@ -6,6 +6,7 @@ A request's way:
     cache.ready(lease)                         whether its prefetch policy lets it run now
     cache.admit(lease, reserve_pages)          pin what is found, start loading it back
     lease.state is LeaseState.ACTIVE           (after `poll`) lease.cached tokens need no computing
+    cache.meet(lease, tokens)                  how far to compute, while more of the hit may be coming from disk
     cache.extend(lease, tokens)                own slots for positions [0, tokens)
     cache.commit(lease, tokens)                positions [0, tokens) are computed: full pages become shared
     cache.release(lease)                       on every exit, in any state
@@ -15,11 +16,10 @@ and `cache.poll()` at every step, prefill or decode. All of it on one thread, th
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from prometheus_client import Metric
 
+    from hicache.back import Back
     from hicache.config import CacheConfig
     from hicache.events import PageEvents
     from hicache.geometry import PageGeometry
@@ -150,7 +151,9 @@ class HiCache:
     def ready(self, lease: Lease) -> bool:
         """Whether the prefetch policy lets a waiting lease be admitted now."""
         prefetch = lease.prefetch
-        return prefetch is None or prefetch.finished or self._t.clock() >= prefetch.deadline_s
+        if prefetch is None or prefetch.finished or prefetch.back is not None:
+            return True
+        return self._t.clock() >= prefetch.deadline_s
 
     def cached_pages(self, lease: Lease) -> int:
         """Pages of a waiting lease's tokens that are in memory now. Counts as no use of them."""
@@ -176,6 +179,9 @@ class HiCache:
         match = self._match(lease) if self.config.reuse else None
         if match is not None and self._on_their_way(match):
             return False
+        found = match.pages if match is not None else 0
+        if match is not None and not self._load_pays(match):
+            match = t.tree.match(lease.root, lease.tokens, match.device * t.tree.page_key_bytes)
         node = self._pin_match(match) if match is not None else lease.root
         pages, device = (match.pages, match.device) if match is not None else (0, 0)
         own = self.geometry.pages(lease.num_tokens + 1) - device
@@ -184,15 +190,12 @@ class HiCache:
         if self.room_pages() < own + reserve_pages or not self._reclaimer.device_room(pages - device):
             t.tree.unpin(node)
             return False
-        self._prefetcher.stop(lease)
+        if found > pages:
+            self.metrics.recomputed_tokens.labels("slow_host").inc((found - pages) * self.geometry.page_size)
         lease.node = node
-        ids = t.tree.path_ids(node)
-        lease.add_slots(t.table.device_slots.take(ids[:device]))
-        lease.shared = device
-        if device < pages:
-            self._load(lease, ids[device:])
-        else:
-            self._activate(lease)
+        lease.reused = 0
+        self._prefetcher.admitted(lease)
+        self._bring_up(lease, device)
         return True
 
     def start(self, lease: Lease) -> LayerGate | None:
@@ -206,8 +209,29 @@ class HiCache:
             return None
         lease.add_slots(op.dst)
         lease.shared += len(op.dst)
+        lease.reused += len(op.dst)
         self._activate(lease)
         return op.gate
+
+    def meet(self, lease: Lease, tokens: int) -> int:
+        """Up to which token an active lease whose [0, tokens) are computed goes on; ask again when that is reached.
+
+        That is as far as it likes, unless the back of its hit is still being read (`hicache.prefetcher`). When front and back
+        have met, the back is loaded: the lease may be LOADING afterwards, or `cached` may have grown.
+        """
+        prefetch = lease.prefetch
+        if prefetch is None:
+            return sys.maxsize
+        back = prefetch.back
+        assert back is not None, "a running lease waits for nothing else"
+        if lease.shared >= back.end or (prefetch.finished and not len(back)):
+            self._prefetcher.stop(lease)
+            self._used(lease)
+            return sys.maxsize
+        if lease.shared >= back.first and lease.load is None and self._join(lease, back):
+            return sys.maxsize if lease.state is LeaseState.ACTIVE else 0
+        size = self.geometry.page_size
+        return self._prefetcher.front_end(lease, max(lease.shared, tokens // size)) * size
 
     def extend(self, lease: Lease, tokens: int) -> bool:
         """Own device slots for positions [0, tokens); False: no room now (nothing was taken)."""
@@ -247,6 +271,8 @@ class HiCache:
     def suspend(self, lease: Lease) -> None:
         """Take a lease off the device: what is committed stays in the cache; it may be admitted again later."""
         t = self._t
+        if lease.prefetch is not None and lease.state is LeaseState.ACTIVE:
+            self._count(lease)
         self._prefetcher.stop(lease)
         if lease.node is not None:
             if t.ghosts is not None:
@@ -277,8 +303,7 @@ class HiCache:
         t = self._t
         if not t.in_flight:
             return False
-        with contextlib.suppress(Empty):
-            t.completions.put(t.completions.get(timeout=timeout_s))
+        self._mover.wait(timeout_s)
         return True
 
     @property
@@ -397,6 +422,11 @@ class HiCache:
         tree = self._t.tree
         return tree.match(lease.root, lease.tokens, self._limit_pages(lease) * tree.page_key_bytes)
 
+    def _load_pays(self, match: Match) -> bool:
+        """Whether loading the host pages of a match back is expected to be quicker than computing them."""
+        size, pages = self.geometry.page_size, match.pages - match.device
+        return not pages or self._t.planner.load_pays(match.device * size, pages * size, pages)
+
     def _pin_match(self, match: Match) -> Node:
         node = self._sharing.ends_at(match)
         self._t.tree.pin(node)
@@ -407,6 +437,32 @@ class HiCache:
             return False
         ids = self._t.tree.path_ids(match.node)
         return bool(self._t.table.loading.take(ids[match.device : match.pages]).any())
+
+    def _join(self, lease: Lease, back: Back) -> bool:
+        """Go on with the back of a hit, which the front has reached; False: not now."""
+        t = self._t
+        match = t.tree.match(lease.root, lease.tokens, back.end * t.tree.page_key_bytes)
+        own = lease.num_slots - lease.shared
+        if self._on_their_way(match) or not self._reclaimer.device_room(back.end - lease.shared - own):
+            return False
+        t.device.give(lease.cut_slots(lease.shared))
+        lease.node = self._prefetcher.met(lease)
+        match = t.tree.match(lease.root, lease.tokens, back.end * t.tree.page_key_bytes)
+        self._bring_up(lease, match.device)
+        return True
+
+    def _bring_up(self, lease: Lease, device: int) -> None:
+        """Use all pages up to `lease.node`, which is pinned: `device` are on the device, the others are loaded back."""
+        t, node = self._t, lease.node
+        assert node is not None
+        ids = t.tree.path_ids(node)
+        lease.reused += device - lease.shared
+        lease.add_slots(t.table.device_slots.take(ids[lease.shared : device]))
+        lease.shared = device
+        if device < len(ids):
+            self._load(lease, ids[device:])
+        else:
+            self._activate(lease)
 
     def _load(self, lease: Lease, ids: Ids) -> None:
         """Start a load-back of host pages. The operation holds a pin of its own, so its pages outlive the lease."""
@@ -435,6 +491,7 @@ class HiCache:
         lacking = np.flatnonzero(slots == NOWHERE)
         usable = int(lacking[0]) if len(lacking) else len(ids)
         lease.add_slots(slots[lease.shared : usable])
+        lease.reused += usable - lease.shared
         lease.shared = usable
         if usable < len(ids):
             self.metrics.recomputed_tokens.labels("load_failed").inc((len(ids) - usable) * self.geometry.page_size)
@@ -446,22 +503,31 @@ class HiCache:
         return self._sharing.ends_at(tree.match(lease.root, lease.tokens, pages * tree.page_key_bytes))
 
     def _activate(self, lease: Lease) -> None:
-        """Everything usable is on the device: count the hit once, and the use of its pages."""
-        t = self._t
+        """All that was found in memory is on the device."""
         lease.state = LeaseState.ACTIVE
         lease.cached = lease.shared * self.geometry.page_size
-        if not lease.counted:
-            lease.counted = True
-            lease.hits = self._split_by_tier(lease)
-            self.metrics.count_lookup(lease.prompt_tokens, lease.hits)
+        if lease.prefetch is None:
+            self._used(lease)
+
+    def _used(self, lease: Lease) -> None:
+        """No more of a lease's hit is coming: count it once, and the use of its pages."""
+        t = self._t
+        self._count(lease)
         if lease.shared and lease.node is not None:
             ids = t.tree.path_ids(lease.node)
             t.table.hits[ids] = t.table.hits.take(ids) + 1
             self._backup.reused(lease.node)
 
+    def _count(self, lease: Lease) -> None:
+        """Count the hit of a lease's first admission, once it is known."""
+        if not lease.counted:
+            lease.counted = True
+            lease.hits = self._split_by_tier(lease)
+            self.metrics.count_lookup(lease.prompt_tokens, lease.hits)
+
     def _split_by_tier(self, lease: Lease) -> TierHits:
         """Reused tokens by the tier they were in at arrival; what others computed meanwhile was on the device when used."""
-        size, pages = self.geometry.page_size, lease.shared
+        size, pages = self.geometry.page_size, lease.reused
         device, host, disk = lease.found
         in_device = min(pages, device)
         in_host = min(pages - in_device, host)

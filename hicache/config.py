@@ -30,6 +30,9 @@ class PrefetchConfig:
 
     threshold_tokens: a disk hit shorter than this is left alone. timeout_base_s and timeout_per_ki_token_s: the deadline of
     `timeout`, base + per 1,024 tokens. quota: share of the host pool that waiting requests may hold for prefetches.
+    batch_bytes: pages are read in operations of about so many bytes.
+    overlap_tokens: under `timeout`, what a request computes at the front of its hit while the back is being read is at least
+    this much a step; where less would do, it waits instead.
     """
 
     policy: PrefetchPolicy = "timeout"
@@ -37,12 +40,16 @@ class PrefetchConfig:
     timeout_base_s: float = 1.0
     timeout_per_ki_token_s: float = 0.25
     quota: float = 0.5
+    batch_bytes: int = 16 << 20
+    overlap_tokens: int = 64
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(PrefetchPolicy):
             raise ConfigError(f"prefetch policy must be one of {', '.join(get_args(PrefetchPolicy))}, not {self.policy}")
         if self.threshold_tokens < 0:
             raise ConfigError(f"the prefetch threshold can't be negative: {self.threshold_tokens}")
+        if self.overlap_tokens < 1:
+            raise ConfigError(f"at least 1 token must be computed while others are read, not {self.overlap_tokens}")
         for seconds in (self.timeout_base_s, self.timeout_per_ki_token_s):
             if not 0 <= seconds < math.inf:
                 raise ConfigError(f"a prefetch timeout must be 0 s or more, not {seconds}")

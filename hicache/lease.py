@@ -14,6 +14,7 @@ from hicache.metrics import TierHits
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from hicache.back import Back
     from hicache.radix_tree import Node
     from hicache.transfer.operation import CopyOp, PrefetchOp, ProbeOp
 
@@ -33,14 +34,20 @@ class LeaseState(enum.Enum):
 
 @dataclass(slots=True)
 class Prefetch:
-    """Pages on their way from disk for a waiting request.
+    """Pages on their way from disk for a waiting request, or for one that computes the front of its hit meanwhile.
 
+    keys: of the page before `start_page` and of those that the store has. begun_s: when reading began.
     pinned: the node after which the next pages are attached, or None. quota_pages: what it still holds of the quota.
-    attached: pages that landed and are in the tree. open: operations that have not ended.
+    attached: pages that landed and are in the tree. open: operations that have not ended. early: batches that landed before
+    those in front of them, by the page they begin with, counted from `start_page`: their slots, and how many are good.
+    back: what has landed, if pages are read from the last to the first; then `batch` pages at a time, and `planned` are meant
+    to be computed.
     """
 
     deadline_s: float
     start_page: int
+    keys: list[bytes] = field(default_factory=list)
+    begun_s: float = 0.0
     pinned: Node | None = None
     quota_pages: int = 0
     attached: int = 0
@@ -48,6 +55,10 @@ class Prefetch:
     broken: bool = False
     probe: ProbeOp | None = None
     open: list[PrefetchOp] = field(default_factory=list)
+    early: dict[int, tuple[npt.NDArray[np.int32], int]] = field(default_factory=dict)
+    back: Back | None = None
+    batch: int = 1
+    planned: int = 0
 
     @property
     def finished(self) -> bool:
@@ -64,7 +75,8 @@ class Lease:
     tree's and pinned through `node`, the others belong to this lease alone.
     group: what kind of request it is, to the eviction policy. counts: how often each page of its prompt was asked for, if
     ghosts are kept.
-    cached: tokens that need no computing, known once ACTIVE. hits: the same by tier at arrival (first admission only).
+    cached: leading tokens that need no computing, known once ACTIVE. reused: pages of them that it did not compute itself.
+    hits: tokens reused, by tier at arrival (first admission only).
     found: pages that were (device, host, disk) when the request arrived.
     max_cached_tokens: reuse ends there, since the engine wants to compute what follows.
     load: a load-back that has not been settled. ACTIVE with one: it was started early (`HiCache.start`).
@@ -82,6 +94,7 @@ class Lease:
     slots: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(16, np.int32))
     num_slots: int = 0
     cached: int = 0
+    reused: int = 0
     hits: TierHits = NO_HITS
     found: tuple[int, int, int] = (0, 0, 0)
     counted: bool = False

@@ -55,6 +55,9 @@ class CacheMetrics(Collector):
         self.hit_tokens = counter("hit_tokens", "Prompt tokens reused, by the tier they were in at arrival", "tier")
         self.miss_tokens = counter("miss_tokens", "Prompt tokens computed")
         self.recomputed_tokens = counter("recomputed_hit_tokens", "Tokens found in a tier but computed all the same", "reason")
+        self.overlap_tokens = counter(
+            "overlap_tokens", "Hit tokens of requests that computed the front while the back was read, by what was done", "what"
+        )
         self.transfer_bytes = counter("transfer_bytes", "Bytes moved between tiers", "op")
         self.transfer_pages = counter("transfer_pages", "Pages moved between tiers", "op")
         self.operations = counter("operations", "Operations ended", "op", "state")

@@ -5,10 +5,14 @@ Slots are taken by the caller (`hicache.reclaim` makes room); from then on the o
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+from queue import Empty
 from typing import TYPE_CHECKING
 
 from hicache.page_table import REFUSED, STORED
 from hicache.transfer.operation import CopyOp, Operation, OpKind, OpState, PrefetchOp, ProbeOp, StoreOp
+from hicache.transfer.store_worker import store_calls
 from storage.base import GetOutcome, PutOutcome
 
 if TYPE_CHECKING:
@@ -31,18 +35,25 @@ class Mover:
 
     def __init__(self, tiers: Tiers) -> None:
         self._t = tiers
-        self._last_read_s = 0.0
+        self._ended: deque[Operation] = deque()  # taken from the queue by `wait`
+        self._last_read_s = self._last_load_s = 0.0  # when the last one ended: before, the store or the copier was busy
 
     def drain(self) -> int:
         """Settle every operation that has ended; returns how many."""
         t, count = self._t, 0
-        while not t.completions.empty():
-            op = t.completions.get()
+        while self._ended or not t.completions.empty():
+            op = self._ended.popleft() if self._ended else t.completions.get()
             t.in_flight -= 1
             t.copying -= isinstance(op, CopyOp)
             op.on_end(op)
             count += 1
         return count
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until an operation has ended that `drain` has not settled, or the time is up."""
+        if not self._ended:
+            with contextlib.suppress(Empty):
+                self._ended.append(self._t.completions.get(timeout=timeout_s))
 
     # ---- device → host → disk
 
@@ -181,9 +192,12 @@ class Mover:
         done = op.state is OpState.DONE
         t.metrics.count_operation(op, len(op.ids) if done else 0, t.geometry.page_bytes)
         if done:
+            begun_s = max(op.started_s, self._last_load_s)
+            t.planner.observe_load(len(op.ids), op.ended_s - begun_s)
             t.land_on_device(op.ids, op.dst)
         else:
             t.device.give(op.dst)
+        self._last_load_s = op.ended_s
 
     # ---- disk → host
 
@@ -216,8 +230,8 @@ class Mover:
             assert isinstance(op, PrefetchOp)
             good = self._read(op)
             if good:
-                begun_s = max(op.started_s, self._last_read_s)  # before, the store was busy with another read
-                t.planner.observe_read(good, op.ended_s - begun_s)
+                begun_s = max(op.started_s, self._last_read_s)
+                t.planner.observe_read(store_calls(good), good, op.ended_s - begun_s)
             self._last_read_s = op.ended_s
             t.metrics.count_operation(op, good, t.geometry.page_bytes)
             ended(op, good)

@@ -32,8 +32,9 @@ _METHODS = ("any", "count_prefix", "put_many", "get_many", "delete", "clear", "s
 class Fault:
     """One thing that goes wrong, at the `at`-th call (from 1) and, with `every`, each `every` calls after that.
 
-    kind: fail (outcome FAILED for all; StoreError where there are no outcomes), raise (StoreError), slow (`seconds` late),
-    hang (`seconds`, then StoreUnavailable), short and flip (of page reads: `at` counts pages, `method` is ignored).
+    kind: fail (outcome FAILED for all; StoreError where there are no outcomes), raise (StoreError), slow (`seconds` late, and
+    `page_seconds` more for each page that is put or got), hang (`seconds`, then StoreUnavailable), short and flip (of page
+    reads: `at` counts pages, `method` is ignored).
     """
 
     kind: FaultKind
@@ -41,14 +42,15 @@ class Fault:
     every: int = 0
     method: str = "any"
     seconds: float = 0.0
+    page_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(FaultKind):
             raise ValueError(f"a fault's kind must be one of {', '.join(get_args(FaultKind))}, not {self.kind}")
         if self.method not in _METHODS:
             raise ValueError(f"a fault's method must be one of {', '.join(_METHODS)}, not {self.method}")
-        if self.at < 1 or self.every < 0 or self.seconds < 0:
-            raise ValueError("a fault needs at >= 1, every >= 0 and seconds >= 0")
+        if self.at < 1 or min(self.every, self.seconds, self.page_seconds) < 0:
+            raise ValueError("a fault needs at >= 1, and nothing in it may be less than 0")
 
     def strikes(self, call: int) -> bool:
         """Tell whether it hits the `call`-th call."""
@@ -71,7 +73,7 @@ class FaultPlan:
         try:
             return cls(tuple(Fault(**fault) for fault in faults), seed)
         except TypeError as error:
-            raise ValueError(f"a fault has the fields kind, at, every, method, seconds: {error}") from error
+            raise ValueError(f"a fault has the fields kind, at, every, method, seconds, page_seconds: {error}") from error
 
 
 class FaultyMedium:
@@ -126,11 +128,11 @@ class FaultyStore:
 
     def put_many(self, records: Sequence[PageRecord]) -> list[PutOutcome]:
         failed = [PutOutcome.FAILED] * len(records)
-        return self._call("put_many", lambda: self._inner.put_many(records), failed)
+        return self._call("put_many", lambda: self._inner.put_many(records), failed, len(records))
 
     def get_many(self, refs: Sequence[PageRef], into: Sequence[memoryview]) -> list[GetOutcome]:
         failed = [GetOutcome.FAILED] * len(refs)
-        return self._call("get_many", lambda: self._inner.get_many(refs, into), failed)
+        return self._call("get_many", lambda: self._inner.get_many(refs, into), failed, len(refs))
 
     def delete(self, keys: Sequence[bytes]) -> int:
         return self._call("delete", lambda: self._inner.delete(keys), None)
@@ -150,10 +152,10 @@ class FaultyStore:
 
     # helpers
 
-    def _call(self, method: str, do: Callable[[], _T], failed: _T | None) -> _T:
+    def _call(self, method: str, do: Callable[[], _T], failed: _T | None, pages: int = 0) -> _T:
         for fault in self._striking(method):
             if fault.kind in ("slow", "hang"):
-                self._closing.wait(fault.seconds)
+                self._closing.wait(fault.seconds + fault.page_seconds * pages)
             if fault.kind == "hang":
                 raise StoreUnavailable(f"injected: {method} hung for {fault.seconds} s")
             if fault.kind == "raise" or (fault.kind == "fail" and failed is None):

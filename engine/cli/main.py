@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from engine.cli import bench_copy, bench_engine, bench_multiturn, bench_schedule, bench_store, bench_tree, simulate, store
+from engine.cli import (
+    bench_copy,
+    bench_engine,
+    bench_multiturn,
+    bench_overlap,
+    bench_schedule,
+    bench_store,
+    bench_tree,
+    simulate,
+    store,
+)
 from engine.cli.serve import serve_command
 
 __all__ = ["app"]
@@ -28,4 +38,5 @@ bench.command("engine")(bench_engine.engine)
 bench.command("overhead")(bench_engine.overhead)
 bench.command("store")(bench_store.store)
 bench.command("multiturn")(bench_multiturn.multiturn)
+bench.command("overlap")(bench_overlap.overlap)
 bench.command("schedule")(bench_schedule.schedule)

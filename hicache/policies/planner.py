@@ -1,83 +1,112 @@
-"""Load or recompute: running estimates of what computing costs and what reading from disk costs.
+"""Load or recompute: running estimates of what computing costs and what each tier costs, and the cheapest mix of both.
 
-Prefill of a token at position i costs a + b·i, since attention grows with the position, while reading a page costs a constant
-(the model of Cake, arXiv 2410.03065). a and b are fitted to the steps that were run, by least squares that forget slowly.
+Prefill of a token at position i costs a + b·i, since attention grows with the position, and a step costs something besides,
+while a page costs the same to bring up wherever it stands. So what is brought up is worth most at the back of a hit, and what
+is computed costs least at its front: compute from the front while the back is read from its end on, until the two meet (the
+idea and the model of Cake, arXiv 2410.03065).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from hicache.policies.costs import RunningCost
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Planner"]
+__all__ = ["ComputeRates", "Planner", "meeting_tokens"]
 
-FORGET = 0.98
-"""Weight of what was known when a new step is added."""
 LEAST_TOKENS = 32
-"""Smaller steps say more about the cost of a step than of a token."""
-NEWEST = 0.3
-"""Weight of the newest read in the running mean."""
+"""Smaller steps are decodes; what they cost says nothing about a prompt."""
+FORGET_COMPUTE, FORGET_MOVES = 0.98, 0.8
+"""What is moved is forgotten sooner: a disk or a network changes its speed, a processor does not."""
 RETRY_S = 30.0
 """A store that was slow is tried again after this long."""
 
 
+class ComputeRates(NamedTuple):
+    """Seconds a step, more a token for each position before it, and a token."""
+
+    step_s: float
+    position_s: float
+    token_s: float
+
+
+def meeting_tokens(rates: ComputeRates, start: int, tokens: int, ahead_s: float, each_s: float) -> float:
+    """How many of the tokens [start, start + tokens) to compute from the front, so that reading the others ends just then.
+
+    ahead_s: how much longer than `each_s` a token reading takes in all (less than 0: how much is computed besides). With
+    a' = a + b·start the two sides meet where a'·x + b·x²/2 = ahead + each·(tokens - x). In [0, tokens].
+    """
+    linear = rates.token_s + rates.position_s * start + each_s
+    constant = ahead_s + each_s * tokens
+    if constant <= 0 or linear <= 0:
+        return 0.0
+    # The stable form of the root: right for b = 0 too.
+    x = 2 * constant / (linear + math.sqrt(linear * linear + 2 * rates.position_s * constant))
+    return min(x, float(tokens))
+
+
 class Planner:
-    """Predicts compute and read times. Arithmetic only; owned by the scheduler thread."""
+    """Predicts times and meeting points. Arithmetic only; owned by the scheduler thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._n = self._np = self._pp = self._nt = self._pt = 0.0  # sums of products of tokens, positions and seconds
-        self._page_s: float | None = None
+        self._compute = RunningCost(3, FORGET_COMPUTE)  # of steps, positions, tokens
+        self._read = RunningCost(2, FORGET_MOVES)  # of calls of the store, pages
+        self._load = RunningCost(2, FORGET_MOVES)  # of copies, pages
         self._read_at = 0.0
 
     def observe_compute(self, chunks: list[tuple[int, int]], seconds: float) -> None:
         """Learn from a step that computed `chunks` of (first position, tokens) in `seconds`."""
-        tokens = float(sum(count for _, count in chunks))
-        if tokens < LEAST_TOKENS:
-            return
-        positions = sum(_positions(start, count) for start, count in chunks)
-        weight = 1 / (tokens * tokens)  # errors count by their share, so long steps do not drown short ones
-        self._n = FORGET * self._n + weight * tokens * tokens
-        self._np = FORGET * self._np + weight * tokens * positions
-        self._pp = FORGET * self._pp + weight * positions * positions
-        self._nt = FORGET * self._nt + weight * tokens * seconds
-        self._pt = FORGET * self._pt + weight * positions * seconds
+        tokens = sum(count for _, count in chunks)
+        if tokens >= LEAST_TOKENS:
+            self._compute.observe((1.0, sum(_positions(start, count) for start, count in chunks), tokens), seconds)
 
-    def observe_read(self, pages: int, seconds: float) -> None:
-        """Learn from a read of `pages` pages that kept the store busy for `seconds`."""
-        each = seconds / pages
-        self._page_s = each if self._page_s is None else (1 - NEWEST) * self._page_s + NEWEST * each
+    def observe_read(self, calls: int, pages: int, seconds: float) -> None:
+        """Learn from a read of `pages` pages in `calls` calls that kept the store busy for `seconds`."""
+        self._read.observe((calls, pages), seconds)
         self._read_at = self._clock()
 
+    def observe_load(self, pages: int, seconds: float) -> None:
+        """Learn from a copy of `pages` pages from host to device that took `seconds`."""
+        self._load.observe((1.0, pages), seconds)
+
     def compute_s(self, start: int, tokens: int) -> float | None:
-        """Seconds to compute positions [start, start + tokens); None while nothing is known."""
-        if not self._n:
+        """Seconds to compute positions [start, start + tokens) in one step; None while nothing is known."""
+        return self._compute.seconds((1.0, _positions(start, tokens), tokens)) if self._compute.known else None
+
+    def read_s(self, calls: int, pages: int) -> float | None:
+        """Seconds to read `pages` pages in `calls` calls; None while nothing is known, or what is known is old."""
+        if not self._read.known or self._clock() - self._read_at > RETRY_S:
             return None
-        a, b = self._fit()
-        return a * tokens + b * _positions(start, tokens)
+        return self._read.seconds((calls, pages))
 
-    def read_s(self, pages: int) -> float | None:
-        """Seconds to read `pages` pages; None while nothing is known, or what is known is old."""
-        if self._page_s is None or self._clock() - self._read_at > RETRY_S:
+    def quick_call_pages(self) -> float:
+        """How many pages a call of the store must have at least, so that most of it is spent on pages; 0 if not known."""
+        call_s, page_s = self._read.rates()
+        return call_s / page_s if page_s else 0.0
+
+    def load_s(self, pages: int) -> float | None:
+        """Seconds to copy `pages` pages to the device; None while nothing is known."""
+        return self._load.seconds((1.0, pages)) if self._load.known else None
+
+    def load_pays(self, start: int, tokens: int, pages: int) -> bool:
+        """Whether copying `pages` host pages beats computing their `tokens` tokens at `start`. Yes, until known better."""
+        load, compute = self.load_s(pages), self.compute_s(start, tokens)
+        return load is None or compute is None or load <= compute
+
+    def front_tokens(self, start: int, tokens: int, read_s: float | None, steps: float) -> float | None:
+        """How many of the tokens [start, start + tokens) to compute while the others are read, all of which takes `read_s`.
+
+        steps: in how many steps they would be computed. None if something is not known.
+        """
+        if read_s is None or not self._compute.known:
             return None
-        return self._page_s * pages
-
-    def pays(self, start: int, tokens: int, pages: int) -> bool:
-        """Whether reading `pages` pages beats computing their `tokens` tokens at `start`. Yes, until known better."""
-        read, compute = self.read_s(pages), self.compute_s(start, tokens)
-        return read is None or compute is None or read <= compute
-
-    def _fit(self) -> tuple[float, float]:
-        """Seconds a token, and more a position; both at least 0."""
-        determinant = self._n * self._pp - self._np * self._np
-        if determinant > 1e-9 * self._n * self._pp:
-            a = (self._nt * self._pp - self._pt * self._np) / determinant
-            b = (self._n * self._pt - self._np * self._nt) / determinant
-            if a >= 0 and b >= 0:
-                return a, b
-        return self._nt / self._n, 0.0
+        rates = ComputeRates(*self._compute.rates())
+        return meeting_tokens(rates, start, tokens, -steps * rates.step_s, read_s / tokens)
 
 
 def _positions(start: int, count: int) -> float:

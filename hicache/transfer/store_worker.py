@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hicache.pools import HostPool
     from storage.base import PageStore
 
-__all__ = ["StoreAccess", "StoreWorker"]
+__all__ = ["PAGES_A_READ", "StoreAccess", "StoreWorker", "store_calls"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,11 @@ PAGES_A_READ = 16
 """Pages asked of the store at once; a prefetch can be cancelled between two such reads."""
 
 CLOSE_S = 10.0
+
+
+def store_calls(pages: int) -> int:
+    """How many calls of the store a prefetch of `pages` pages takes."""
+    return -(-pages // PAGES_A_READ)
 
 
 class StoreAccess:

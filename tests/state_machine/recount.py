@@ -76,6 +76,13 @@ def _slots(rig: Rig, clients: list[Client]) -> None:
             path = t.tree.path_ids(lease.node)
             assert len(path) == lease.shared, "a lease's node is not where its shared pages end"
             assert (t.table.device_slots[path] == lease.slots[: lease.shared]).all()
+        if lease.prefetch is not None:
+            on_host += [slot for slots, _ in lease.prefetch.early.values() for slot in slots.tolist()]
+        if lease.prefetch is not None and lease.prefetch.back is not None:
+            back = lease.prefetch.back
+            on_host += back.slots.tolist()
+            on_host += [slot for batch in back._early.values() for slot in batch.slots.tolist()]
+            assert len(back.slots) in (0, back.end - back.first)
     assert not t.orphans & set(ids)
     on_host += [t.table.host_slot[page] for page in t.orphans]
     for op in rig.unsettled:
@@ -158,7 +165,10 @@ def _quota(rig: Rig, clients: list[Client]) -> None:
     held = [client.lease.prefetch.quota_pages for client in clients if client.lease.prefetch is not None]
     assert prefetcher.quota_used == sum(held)
     assert 0 <= prefetcher.quota_used <= prefetcher.quota_pages
-    assert all(client.lease.prefetch is None for client in clients if client.lease.state is not LeaseState.WAITING)
+    for client in clients:
+        if client.lease.state is not LeaseState.WAITING and (prefetch := client.lease.prefetch) is not None:
+            assert prefetch.back is not None, "a running lease waits for what is read first to last"
+            assert prefetch.pinned is None
 
 
 def _orders(rig: Rig) -> None:

@@ -85,13 +85,18 @@ class Client:
 
 @dataclass
 class Rig:
-    """One life of a cache, from construction to a crash."""
+    """One life of a cache, from construction to a crash.
+
+    costs: seconds that reading a page seems to take, and that computing a token took once; (0, 0): it has to find out.
+    """
 
     config: CacheConfig
     page_size: int
     store: PageStore | None
     clock: Clock = field(default_factory=Clock)
+    costs: tuple[float, float] = (0.0, 0.0)
     ended: list[Operation] = field(default_factory=list)
+    reading_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.geometry = PageGeometry(self.page_size, "float32", (LayerGeometry(1, 1, 1),))
@@ -122,6 +127,9 @@ class Rig:
             make_worker=make_worker,
         )
         self.salts: dict[bytes, str] = {}
+        if self.costs[1]:
+            self.cache.observe_compute([(0, 100)], 100 * self.costs[1])
+            self.cache._t.planner.observe_read(10, 10, 10 * self.costs[0])
 
     # ---- a request
 
@@ -139,9 +147,16 @@ class Rig:
         return Client(lease, salt, list(tokens), len(tokens), (device, reachable - device))
 
     def compute(self, client: Client, count: int) -> bool:
-        """Extend by `count` tokens, write what a model would, and commit; False if there was no room."""
+        """Extend by `count` tokens, write what a model would, and commit; False if there was no room.
+
+        Fewer tokens, or none, if more of the hit is coming from disk.
+        """
         lease, size = client.lease, self.page_size
-        end = client.computed + count
+        limit = self.cache.meet(lease, client.computed)
+        if lease.state is LeaseState.LOADING:
+            return True
+        client.computed = max(client.computed, lease.cached)
+        end = min(client.computed + count, limit, len(client.tokens))
         if not self.cache.extend(lease, end):
             return False
         for page in range(client.computed // size, self.geometry.pages(end)):
@@ -187,6 +202,9 @@ class Rig:
         side = self.copier if isinstance(op, CopyOp) else self.worker
         assert side is not None
         how(side)(op)
+        if isinstance(op, PrefetchOp):
+            self.reading_s += self.costs[0] * len(op.refs)
+            op.ended_s += self.reading_s
         self.ended.append(op)
 
     def complete(self, op: Operation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ PREFETCHES = st.builds(
     policy=st.sampled_from(["best_effort", "wait_complete", "timeout"]),
     threshold_tokens=st.sampled_from([0, 1, 5]),
     quota=st.sampled_from([0.2, 0.5, 1.0]),
+    batch_bytes=st.sampled_from([16 << 20, 1]),
+    overlap_tokens=st.sampled_from([1, 4]),
 )
 CONFIGS = st.builds(
     CacheConfig,
@@ -88,9 +91,16 @@ class CacheMachine(RuleBasedStateMachine):
         """What a restart does to the store."""
 
     @initialize(
-        config=CONFIGS, page_size=st.sampled_from([1, 4]), store=st.sampled_from(["large", "small", "none"]), warm=st.booleans()
+        config=CONFIGS,
+        page_size=st.sampled_from([1, 4]),
+        store=st.sampled_from(["large", "small", "none"]),
+        warm=st.sampled_from([True, False]),
+        costs=st.sampled_from([(1.0, 0.5), (0.0, 0.0), (0.2, 1.0), (4.0, 0.5), (2.0, 1.0)]),
     )
-    def start(self, config: CacheConfig, page_size: int, store: str, warm: bool) -> None:
+    def start(self, config: CacheConfig, page_size: int, store: str, warm: bool, costs: tuple[float, float]) -> None:
+        self._start(config, page_size, store, warm, costs)
+
+    def _start(self, config: CacheConfig, page_size: int, store: str, warm: bool, costs: tuple[float, float]) -> None:
         self.flips = BitFlips()
         self.store = self.make_store(store) if config.host_pages else None
         if warm:
@@ -98,7 +108,7 @@ class CacheMachine(RuleBasedStateMachine):
             for document in DOCUMENTS:
                 self._serve(self._tokens(document, [1]), patience=4)
             self.rig.settle()
-        self.rig = Rig(config, page_size, self.store)
+        self.rig = Rig(config, page_size, self.store, costs=costs)
         self._forget_counts()
 
     # ---- requests
@@ -158,14 +168,19 @@ class CacheMachine(RuleBasedStateMachine):
         assert lease.cached == lease.shared * self.rig.page_size
         assert lease.cached < max(1, len(client.tokens)), "nothing is left to compute the next token from"
         self.rig.check_lease(client)
-        if client.counted:
+        self._account(client)
+
+    def _account(self, client: Client) -> None:
+        """Once no more of a lease's hit is coming, it counts."""
+        lease, size = client.lease, self.rig.page_size
+        if client.counted or not lease.counted:
+            assert client.counted or lease.state is not LeaseState.ACTIVE or lease.prefetch is not None
             return
         client.counted = True
         self.lookups += client.prompt_tokens
-        pages = lease.cached // self.rig.page_size
         device, host = client.at_arrival
-        assert lease.hits.total == lease.cached
-        assert lease.hits.host == min(max(0, pages - device), host) * self.rig.page_size
+        assert lease.hits.total == lease.reused * size <= max(0, client.prompt_tokens - 1)
+        assert lease.hits.host == min(max(0, lease.reused - device), host) * size
         assert self.store is not None or lease.hits.disk == 0
         self.hits = [total + tokens for total, tokens in zip(self.hits, lease.hits, strict=True)]
 
@@ -179,7 +194,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _compute(self, client: Client, count: int) -> None:
         count = min(count, len(client.tokens) - client.computed)
-        if count and not self.rig.compute(client, count):
+        there = not count or self.rig.compute(client, count)
+        self._account(client)
+        if not there:
             need = self.rig.geometry.pages(client.computed + count) - client.lease.num_slots
             cache = self.rig.cache
             assert need > cache.room_pages() or cache.room_is_coming, "no room for no reason"
@@ -201,7 +218,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._in(LeaseState.ACTIVE, LeaseState.LOADING))
     @rule(data=st.data())
     def suspend(self, data: st.DataObject) -> None:
-        self.rig.cache.suspend(data.draw(st.sampled_from(self._in(LeaseState.ACTIVE, LeaseState.LOADING))).lease)
+        client = data.draw(st.sampled_from(self._in(LeaseState.ACTIVE, LeaseState.LOADING)))
+        self.rig.cache.suspend(client.lease)
+        self._account(client)
 
     @precondition(lambda self: self.clients)
     @rule(data=st.data())
@@ -210,6 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _release(self, client: Client) -> None:
         self.rig.cache.release(client.lease)
+        self._account(client)
         self.clients.remove(client)
         if client.salt == "" and client.computed == len(client.tokens):
             self.finished = [*self.finished[-3:], client.tokens]
@@ -237,6 +257,8 @@ class CacheMachine(RuleBasedStateMachine):
             self._complete_all()
             if client.lease.state is LeaseState.WAITING and self.rig.cache.ready(client.lease):
                 self._admit(client)
+            if client.lease.state is LeaseState.ACTIVE:
+                self._compute(client, 2 * self.rig.page_size)
         if client.lease.state is LeaseState.WAITING:
             self._admit(client)
         if client.lease.state is LeaseState.ACTIVE:
@@ -308,7 +330,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _crash(self) -> None:
         self.reopen_store()
         old = self.rig
-        self.rig = Rig(old.config, old.page_size, self.store, old.clock)
+        self.rig = Rig(old.config, old.page_size, self.store, old.clock, old.costs)
         self._forget_counts()
 
     def _forget_counts(self) -> None:
@@ -371,6 +393,23 @@ class LmdbCacheMachine(CacheMachine):
             self.folder.cleanup()
 
 
+class SlowStoreMachine(CacheMachine):
+    """A store that has all documents and is about as slow as computing: fronts are computed while backs are read."""
+
+    @initialize(
+        config=CONFIGS,
+        prefetch=st.builds(PrefetchConfig, threshold_tokens=st.just(0), overlap_tokens=st.sampled_from([1, 4])),
+        host_pages=st.sampled_from([24, 12, 6]),
+        page_size=st.sampled_from([1, 4]),
+        costs=st.sampled_from([(1.0, 1.0), (2.0, 0.5), (4.0, 0.5)]),
+    )
+    def start(
+        self, config: CacheConfig, prefetch: PrefetchConfig, host_pages: int, page_size: int, costs: tuple[float, float]
+    ) -> None:
+        config = dataclasses.replace(config, prefetch=prefetch, host_pages=host_pages)
+        self._start(config, page_size, "large", True, costs)
+
+
 def test_cache_holds_its_promises_in_any_order_of_events() -> None:
     run_state_machine_as_test(CacheMachine, settings=QUICK)
 
@@ -379,7 +418,12 @@ def test_cache_holds_its_promises_over_lmdb() -> None:
     run_state_machine_as_test(LmdbCacheMachine, settings=WITH_LMDB)
 
 
+def test_cache_holds_its_promises_while_fronts_are_computed_and_backs_are_read() -> None:
+    run_state_machine_as_test(SlowStoreMachine, settings=QUICK)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-def test_cache_holds_its_promises_for_long() -> None:
-    run_state_machine_as_test(CacheMachine, settings=LONG)
+@pytest.mark.parametrize("machine", [CacheMachine, SlowStoreMachine])
+def test_cache_holds_its_promises_for_long(machine: type[CacheMachine]) -> None:
+    run_state_machine_as_test(machine, settings=LONG)

@@ -8,7 +8,7 @@ from hicache.config import CacheConfig, PrefetchConfig
 from hicache.errors import CacheClosed
 from hicache.keys import Namespace
 from hicache.lease import LeaseState
-from hicache.transfer.operation import OpKind
+from hicache.transfer.operation import OpKind, PrefetchOp
 from storage.memory import MemoryStore
 from tests.state_machine.recount import recount
 from tests.state_machine.rig import Client, Rig
@@ -343,3 +343,200 @@ def test_a_full_host_is_asked_once_for_room_not_once_a_leaf(monkeypatch: pytest.
     assert rig.cache._reclaimer.device_room(3)
     assert len(looked) <= 3 * 200
     rig.cache._t.host.give(held)
+
+
+def overlapping(prompt: list[int]) -> tuple[Rig, Client]:
+    """A request that computes the front of its hit while the back is being read, one page an operation."""
+    store = MemoryStore(1 << 20)
+    serve(rig_of(store), prompt)
+    timeout = PrefetchConfig(threshold_tokens=1, overlap_tokens=1, quota=1.0)
+    rig = Rig(CacheConfig(device_pages=16, host_pages=16, prefetch=timeout), 1, store, costs=(1.0, 1.0))
+    client = rig.open(prompt)
+    rig.complete(only(rig, OpKind.PROBE))
+    rig.poll()
+    assert rig.cache.ready(client.lease)
+    assert rig.cache.admit(client.lease, 0)
+    return rig, client
+
+
+def reads(rig: Rig) -> list[PrefetchOp]:
+    return [op for op in rig.pending if isinstance(op, PrefetchOp)]
+
+
+def overlap(rig: Rig) -> tuple[float, float, float]:
+    planned, computed, loaded = (value(rig, "overlap_tokens_total", what=what) for what in ("planned", "computed", "loaded"))
+    return planned, computed, loaded
+
+
+def test_the_front_is_computed_while_the_back_is_read_until_they_meet() -> None:
+    rig, client = overlapping(list(range(9)))
+    assert client.lease.state is LeaseState.ACTIVE
+    assert [len(op.refs) for op in reads(rig)] == [1] * 8
+    for _ in range(4):
+        rig.complete(reads(rig)[0])
+        rig.poll()
+        assert rig.compute(client, 1)
+        recount(rig, [client])
+    assert (client.computed, value(rig, "lookup_tokens_total")) == (4, 0)
+    assert rig.compute(client, 1)
+    assert client.lease.state is LeaseState.LOADING
+    assert client.lease.held_pages == 8
+    recount(rig, [client])
+    rig.settle()
+    assert (client.lease.state, client.lease.cached) == (LeaseState.ACTIVE, 8)
+    rig.compute(client, 5)
+    assert client.computed == 9
+    assert client.lease.hits == (0, 0, 4)
+    assert overlap(rig) == (4, 4, 4)
+    assert value(rig, "recomputed_hit_tokens_total", reason="overlap") == 4
+    assert value(rig, "transfer_pages_total", op="prefetch") == 4
+    assert (value(rig, "lookup_tokens_total"), value(rig, "miss_tokens_total")) == (9, 5)
+    recount(rig, [client])
+
+
+def test_pages_that_were_read_and_computed_keep_the_computed_copy_and_free_the_other() -> None:
+    rig, client = overlapping(list(range(9)))
+    assert rig.compute(client, 3)
+    while client.computed < 5:
+        assert rig.compute(client, 1)
+    for op in reads(rig)[:5]:
+        rig.complete(op)
+    rig.poll()
+    rig.compute(client, 1)
+    rig.settle()
+    assert client.lease.hits == (0, 0, 3)
+    assert overlap(rig)[1:] == (5, 3)
+    recount(rig, [client])
+
+
+def test_a_request_never_waits_for_a_store_that_hangs() -> None:
+    rig, client = overlapping(list(range(9)))
+    while client.computed < 9:
+        before = client.computed
+        assert rig.compute(client, 9)
+        assert client.computed > before
+    assert client.lease.hits.total == 0
+    assert value(rig, "recomputed_hit_tokens_total", reason="late") == 8
+    assert all(op.cancelled for op in reads(rig))
+    recount(rig, [client])
+    rig.settle()
+    recount(rig, [client])
+
+
+def test_a_page_of_the_back_that_can_not_be_read_is_computed() -> None:
+    rig, client = overlapping(list(range(9)))
+    rig.complete(reads(rig)[0])
+    rig.fail(reads(rig)[0])
+    rig.poll()
+    assert all(op.cancelled for op in reads(rig))
+    while client.computed < 7:
+        assert rig.compute(client, 9)
+    rig.compute(client, 9)
+    rig.settle()
+    assert client.lease.hits == (0, 0, 1)
+    recount(rig, [client])
+
+
+@pytest.mark.parametrize("end", ["suspend", "release"])
+def test_who_ends_while_its_back_is_read_leaves_nothing_behind(end: str) -> None:
+    rig, client = overlapping(list(range(9)))
+    assert rig.compute(client, 2)
+    rig.complete(reads(rig)[0])
+    rig.poll()
+    getattr(rig.cache, end)(client.lease)
+    assert rig.cache._prefetcher.quota_used == 0
+    assert (value(rig, "lookup_tokens_total"), value(rig, "miss_tokens_total")) == (9, 9)
+    rig.settle()
+    recount(rig, [client] if end == "suspend" else [])
+
+
+def test_pages_that_are_late_go_on_from_the_back() -> None:
+    store = MemoryStore(1 << 20)
+    serve(rig_of(store), list(range(9)))
+    timeout = PrefetchConfig(threshold_tokens=1, overlap_tokens=1, quota=1.0)
+    rig = Rig(CacheConfig(device_pages=16, host_pages=16, prefetch=timeout), 1, store, costs=(0.001, 1.0))
+    client = rig.open(list(range(9)))
+    rig.complete(only(rig, OpKind.PROBE))
+    rig.poll()
+    (late,) = reads(rig)
+    assert not rig.cache.ready(client.lease)
+    rig.clock.now += 1.0
+    assert rig.cache.ready(client.lease)
+    assert rig.cache.admit(client.lease, 0)
+    assert late.cancelled
+    assert [len(op.refs) for op in reads(rig)] == [8, *[1] * 8]
+    rig.complete(late)
+    for op in reads(rig)[:2]:
+        rig.complete(op)
+    rig.poll()
+    while client.lease.state is not LeaseState.LOADING:
+        assert rig.compute(client, 9)
+    rig.settle()
+    assert client.lease.hits == (0, 0, 2)
+    recount(rig, [client])
+
+
+def test_a_store_that_is_much_slower_than_computing_is_not_read() -> None:
+    store = MemoryStore(1 << 20)
+    serve(rig_of(store), list(range(9)))
+    timeout = PrefetchConfig(threshold_tokens=1, overlap_tokens=1, quota=1.0)
+    rig = Rig(CacheConfig(device_pages=16, host_pages=16, prefetch=timeout), 1, store, costs=(50.0, 1.0))
+    client = active(rig, list(range(9)))
+    assert client.lease.hits.total == 0
+    assert value(rig, "recomputed_hit_tokens_total", reason="slow_store") == 8
+
+
+def test_host_pages_that_are_slower_to_load_than_to_compute_are_computed_and_stay_where_they_are() -> None:
+    rig = rig_of(device_pages=10)
+    serve(rig, list(range(9)))
+    serve(rig, list(range(50, 59)))
+    rig.cache.observe_compute([(0, 100)], 0.1)
+    rig.cache._t.planner.observe_load(10, 10.0)
+    client = rig.open(list(range(9)))
+    device, host = client.at_arrival
+    assert host
+    assert rig.cache.admit(client.lease, 0)
+    assert (client.lease.state, client.lease.cached) == (LeaseState.ACTIVE, device)
+    client.computed = device
+    assert value(rig, "recomputed_hit_tokens_total", reason="slow_host") == host
+    assert rig.compute(client, 9 - device)
+    assert client.lease.shared == 9
+    assert value(rig, "transfer_pages_total", op="load_back") == 0
+    recount(rig, [client])
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_batches_that_land_in_another_order_are_attached_in_theirs(bad: int | None) -> None:
+    store = MemoryStore(1 << 20)
+    serve(rig_of(store), list(range(4)))
+    rig = rig_of(store, prefetch=PrefetchConfig(policy="wait_complete", threshold_tokens=1, quota=1.0, batch_bytes=1))
+    client = rig.open(list(range(4)))
+    rig.complete(only(rig, OpKind.PROBE))
+    rig.poll()
+    ops = reads(rig)
+    for at in (2, 0, 1):
+        (rig.fail if at == bad else rig.complete)(ops[at])
+        rig.poll()
+        recount(rig, [client])
+    rig.settle()
+    assert rig.cache.ready(client.lease)
+    assert rig.cache.cached_pages(client.lease) == (3 if bad is None else bad)
+    assert rig.cache._t.host.owned == rig.cache._t.tree.host_only_pages
+
+
+def test_waiting_for_an_operation_leaves_the_order_in_which_they_ended() -> None:
+    rig = rig_of(MemoryStore(1 << 20))
+    first = active(rig, [1, 2, 3])
+    assert rig.compute(first, 1)
+    assert rig.compute(first, 1)
+    settled: list[object] = []
+    for op in rig.pending:
+        end = op.on_end
+        op.on_end = lambda op, end=end: settled.append(op) or end(op)  # type: ignore[misc]
+    ops = rig.pending
+    for op in ops:
+        rig.complete(op)
+    assert rig.cache.wait(1.0)
+    assert rig.cache.wait(1.0)
+    rig.poll()
+    assert settled == ops

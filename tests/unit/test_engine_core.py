@@ -205,3 +205,31 @@ def test_8_bit_kv_takes_a_quarter_of_fp32s_room_and_is_reused_as_it_was(engine, 
     assert half.answer(prompt) == first
     assert half.stats()["hicache_hit_tokens_total"]["device"] == 36
     assert half.core.info()["tiers"]["device"]["bytes"] * 4 == engine().core.info()["tiers"]["device"]["bytes"]
+
+
+def test_a_front_that_is_computed_and_a_back_that_is_read_give_the_same_tokens(engine: Callable[..., Driver]) -> None:
+    tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_storage_backend": "memory"}
+    driver = engine(**tiers, hicache_storage_backend_extra_config='{"prefetch_threshold": 0}', chunked_prefill_size=64)
+    asked = prompt(400)
+    expected = driver.answer(asked)
+    driver.settle()
+    cache = driver.core.cache
+    cache.flush()
+    compute_s = cache._t.planner.compute_s(0, 400)
+    assert compute_s is not None
+    cache._t.planner.observe_read(1, 100, compute_s)  # as slow as computing
+    worker = cache._t.worker
+    assert worker is not None
+    submit, withheld = worker.submit, []
+    worker.submit = lambda op: withheld.append(op) if op.kind is OpKind.PREFETCH else submit(op)  # type: ignore[method-assign]
+    rid = driver.add(asked)
+    while not withheld or driver.stats()["hicache_pages"]["device/pinned"] < 10:
+        driver.step()
+    worker.submit = submit  # type: ignore[method-assign]
+    for op in withheld:
+        submit(op)
+    driver.run()
+    assert driver.tokens[rid] == expected
+    met = driver.stats()["hicache_overlap_tokens_total"]
+    assert met["computed"] + met["loaded"] == 396
+    assert driver.last[rid].cached.disk == met["loaded"] > 0
