@@ -34,6 +34,7 @@ lint: install ## check style and formatting with ruff
 types: install ## check types with mypy --strict
 	@.venv/bin/mypy
 	@.venv/bin/mypy scripts/*.py
+	@.venv/bin/mypy benchmarks/gpu/*.py
 
 imports: install ## check who may import whom
 	@.venv/bin/lint-imports --no-logo

@@ -60,10 +60,12 @@ def random_model(device: torch.device, **shape: Any) -> LoadedModel:
     """A Llama with random weights, made where it is used: large on a GPU, small elsewhere."""
     values = {**(LARGE if device.type == "cuda" else SMALL), **shape}
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = CONFIG_MAPPING["llama"](**values, tie_word_embeddings=False)
+    make_config: Any = CONFIG_MAPPING["llama"]
+    make_model: Any = AutoModelForCausalLM
+    config = make_config(**values, tie_word_embeddings=False)
     with device:
         torch.manual_seed(0)
-        hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
+        hf = make_model.from_config(config, dtype=dtype, attn_implementation=IMPLEMENTATION)
     hf = hf.to(device).eval()
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_tokenizer().save_pretrained(folder)

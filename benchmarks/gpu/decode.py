@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -29,7 +31,7 @@ def main() -> None:
     backend = make_backend("auto", pool, geometry, model.layers, model.dtype)
     runner = ModelRunner(model, backend)
     apart = [_row(i * (context // PAGE_SIZE + 1), context) for i in range(max(sizes))]
-    eager = {size: median_s(lambda size=size: runner.forward(Batch(apart[:size])), device, RUNS) for size in sizes}
+    eager = {size: median_s(partial(runner.forward, Batch(apart[:size])), device, RUNS) for size in sizes}
     prefix = np.arange(pages - shared // PAGE_SIZE, pages, dtype=np.int32)
     together = [Chunk(row.tokens, shared + PAGE_SIZE - 1, np.concatenate([prefix, row.pages[:1]])) for row in apart]
     if real:
@@ -38,12 +40,12 @@ def main() -> None:
     for size in sizes:
         emit(Figure("decode", f"step of {size} x {context} without graphs", eager[size] * 1e3, "ms"))
         if runner.has_graphs:
-            graphs_s = median_s(lambda size=size: runner.forward(Batch(apart[:size])), device, RUNS)
+            graphs_s = median_s(partial(runner.forward, Batch(apart[:size])), device, RUNS)
             emit(Figure("decode", f"step of {size} x {context} with graphs", graphs_s * 1e3, "ms", eager[size] * 1e3))
     if isinstance(backend, FlashInferBackend):
-        once_s = median_s(lambda: runner.forward(Batch(together)), device, RUNS)
+        once_s = median_s(partial(runner.forward, Batch(together)), device, RUNS)
         backend.cascade_tokens = 1 << 60
-        each_s = median_s(lambda: runner.forward(Batch(together)), device, RUNS)
+        each_s = median_s(partial(runner.forward, Batch(together)), device, RUNS)
         what = f"step of {len(together)} that share {shared} tokens"
         emit(Figure("decode", f"{what}, each reads them", each_s * 1e3, "ms"))
         emit(Figure("decode", f"{what}, read once", once_s * 1e3, "ms", each_s * 1e3))

@@ -10,7 +10,7 @@ import gc
 import statistics
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import psutil
@@ -55,10 +55,10 @@ def main() -> None:
     medians: dict[str, float] = {}
     for name, flags in setups.items():
         with tempfile.TemporaryDirectory(prefix="hicache-gpu-") as folder:
-            store = {"hicache_storage_dir": folder} if "hicache_storage_backend" in flags else {}
+            store: dict[str, Any] = {"hicache_storage_dir": folder} if "hicache_storage_backend" in flags else {}
             config = ServeConfig(
                 model_path="random",
-                device=device.type,
+                device="cuda" if device.type == "cuda" else "cpu",
                 page_size=PAGE_SIZE,
                 disable_cuda_graph=True,
                 chunked_prefill_size=4096,
@@ -89,7 +89,7 @@ def _converse(
             histories[i] = history + answer + rng.integers(3, 500, more).tolist()
             if number:
                 times.append(ttft_s)
-    hits: dict[str, int] = core.cache.stats()["hicache_hit_tokens_total"]
+    hits = cast("dict[str, int]", core.cache.stats()["hicache_hit_tokens_total"])
     backend: str = core.info()["attention_backend"]
     core.close(0.0)
     return times, hits, backend

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,8 @@ def compare(path: Path, device: torch.device) -> tuple[str, bool, float, float]:
 
 
 def _transformers(path: Path, tokens: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype).to(device).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype)
+    model = loaded.to(device).eval()
     logits: torch.Tensor = model(torch.from_numpy(tokens)[None].to(device)).logits[0, PROMPT - 1 : -1].float()
     return logits
 
