@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
 
 __all__ = ["Begun", "Helper"]
+
+Result = TypeVar("Result")
 
 
 class Helper:
@@ -18,7 +20,7 @@ class Helper:
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, name)
 
-    def begin(self, do: Callable[[], None]) -> Begun:
+    def begin(self, do: Callable[[], Result]) -> Begun[Result]:
         """Have `do` called in the helper; the caller goes on, and must call `finish` or `abandon`."""
         return Begun(self._executor.submit(do), do)
 
@@ -27,26 +29,18 @@ class Helper:
         self._executor.shutdown()
 
 
-class Begun:
+class Begun(Generic[Result]):
     """Work handed to a helper. Used by the thread that handed it over."""
 
-    def __init__(self, job: Future[None], do: Callable[[], None]) -> None:
+    def __init__(self, job: Future[Result], do: Callable[[], Result]) -> None:
         self._job = job
         self._do = do
-        self._finished = False
 
-    def finish(self) -> None:
-        """Wait for the work, or do it here if the helper has not got round to it. Raises what the work raises; once."""
-        if self._finished:
-            return
-        self._finished = True
-        if self._job.cancel():
-            self._do()
-        else:
-            self._job.result()
+    def finish(self) -> Result:
+        """Wait for the work, or do it here if the helper has not got round to it; to be called once. Raises what it raises."""
+        return self._do() if self._job.cancel() else self._job.result()
 
     def abandon(self) -> None:
         """Make sure that the work is not running and won't be; what it raises is dropped."""
-        self._finished = True
         if not self._job.cancel():
             wait([self._job])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from storage.base import GetOutcome
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from storage.base import Medium, PageRef
+    from storage.helper import Begun
     from storage.lmdb_index import Index
     from storage.slab import SlabFiles
 
@@ -50,17 +52,43 @@ class _Run:
         """Tell whether a slot comes next and there is room for it."""
         return slot == self.following and blocks == self.blocks and slot < self.full
 
-    def add(self, at: int, ref: PageRef, payload: memoryview, seq: int, payload_bytes: int) -> None:
-        framed = frame(ref, payload_bytes)
-        header_size = padded_bytes(len(framed))
-        header = bytearray(header_size)
-        buffers = self.buffers
-        buffers.append(header)
-        buffers.append(payload)
-        if gap := self.blocks * BLOCK_BYTES - header_size - payload_bytes:
-            buffers.append(bytearray(gap))
+    def add(self, at: int, ref: PageRef, payload: memoryview, seq: int) -> None:
+        framed = frame(ref, payload.nbytes)
+        header = bytearray(padded_bytes(len(framed)))
+        self.buffers += (header, payload)
+        if gap := self.blocks * BLOCK_BYTES - len(header) - payload.nbytes:
+            self.buffers.append(bytearray(gap))
         self.members.append((at, ref, payload, seq, framed, header))
         self.following += 1
+
+
+class _Reading:
+    """One call's runs, filled by the caller's thread and emptied by two, and what became of its pages."""
+
+    def __init__(self, pages: int) -> None:
+        self.outcomes = [GetOutcome.ABSENT] * pages
+        self.suspects: list[Doomed] = []
+        self.whole: deque[_Run] = deque()  # runs that nothing will be added to
+        self._open: _Run | None = None
+
+    def add(self, at: int, ref: PageRef, payload: memoryview, raw: bytes | memoryview) -> None:
+        """Plan to read the page that the caller gave at place `at` from where its entry says."""
+        seq, blocks, slot, payload_bytes, token_bytes = slot_fields(raw)
+        if payload_bytes != payload.nbytes or token_bytes != len(ref.tokens):
+            self.outcomes[at] = GetOutcome.MISMATCH
+            self.suspects.append(Doomed(ref.key, seq))
+            return
+        run = self._open
+        if run is None or not run.takes(blocks, slot):
+            self.close()
+            run = self._open = _Run(blocks, slot)
+        run.add(at, ref, payload, seq)
+
+    def close(self) -> None:
+        """Let the last run be read as it is."""
+        if self._open is not None:
+            self.whole.append(self._open)
+        self._open = None
 
 
 class PageGetter:
@@ -80,22 +108,21 @@ class PageGetter:
         """Read pages into buffers; see PageStore.get_many. The index is asked once, for one snapshot. Raises lmdb.Error."""
         with self._index.read() as txn:
             found = [txn.get(ref.key) for ref in refs]
-        outcomes = [GetOutcome.ABSENT] * len(refs)
-        suspects: list[Doomed] = []
-        runs: deque[_Run] = deque()
-        for at, (ref, payload, raw) in enumerate(zip(refs, into, found, strict=True)):
-            if raw is None:
-                continue
-            seq, blocks, slot, payload_bytes, token_bytes = slot_fields(raw)
-            if payload_bytes != payload.nbytes or token_bytes != len(ref.tokens):
-                outcomes[at] = GetOutcome.MISMATCH
-                suspects.append(Doomed(ref.key, seq))
-                continue
-            if not runs or not runs[-1].takes(blocks, slot):
-                runs.append(_Run(blocks, slot))
-            runs[-1].add(at, ref, payload, seq, payload_bytes)
-        self._read_runs(runs, outcomes, suspects)
-        return outcomes, suspects
+        reading = _Reading(len(refs))
+        half = len(refs) // 2
+        other: Begun[None] | None = None
+        try:
+            for at, (ref, payload, raw) in enumerate(zip(refs, into, found, strict=True)):
+                if at == half and reading.whole:
+                    other = self._helper.begin(partial(self._read_runs, reading))
+                if raw is not None:
+                    reading.add(at, ref, payload, raw)
+            reading.close()
+            self._read_runs(reading)
+        finally:
+            if other is not None:
+                other.finish()  # the buffers are the caller's again after this
+        return reading.outcomes, reading.suspects
 
     def has_changed(self, suspect: Doomed) -> bool:
         """Tell whether a page was evicted, or stored anew, since its entry was read."""
@@ -105,22 +132,11 @@ class PageGetter:
 
     # helpers
 
-    def _read_runs(self, runs: deque[_Run], outcomes: list[GetOutcome], suspects: list[Doomed]) -> None:
-        """Read runs, two and more in two threads: verifying costs up to a third of what reading costs."""
-
-        def take() -> None:
-            with contextlib.suppress(IndexError):  # none left
-                while True:
-                    self._read_run(runs.popleft(), outcomes, suspects)
-
-        if len(runs) < 2:
-            take()
-            return
-        other = self._helper.begin(take)
-        try:
-            take()
-        finally:
-            other.finish()  # the buffers are the caller's again after this
+    def _read_runs(self, reading: _Reading) -> None:
+        """Read runs until none is left. Two threads do this: verifying costs up to a third of what reading costs."""
+        with contextlib.suppress(IndexError):  # none left
+            while True:
+                self._read_run(reading.whole.popleft(), reading.outcomes, reading.suspects)
 
     def _read_run(self, run: _Run, outcomes: list[GetOutcome], suspects: list[Doomed]) -> None:
         """Read neighbouring slots in one call, verify each, and enter what became of it."""

@@ -12,6 +12,7 @@ import os
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from storage.base import PageRef
-    from storage.helper import Begun
     from storage.lmdb_index import Index, Space
     from storage.slab import SlabFiles
 
@@ -59,13 +59,12 @@ class Pending(NamedTuple):
     payload: memoryview
 
 
-class _Writing(NamedTuple):
-    """Records on their way into slots of one size; `end` and `holes` say which of them had no blocks before."""
+class _Growing(NamedTuple):
+    """Slots of one size that get blocks: those from `end` on, and `holes`."""
 
     blocks: int
     end: int
     holes: tuple[int, ...]
-    job: Begun
 
 
 class _Room(NamedTuple):
@@ -219,6 +218,10 @@ class PagePutter:
         quota = self._limits.quotas.get(todo[0].space.info.tenant)
         tenant_bytes = self._tenant_bytes(writer, txn, todo[0].space.info.tenant) if quota is not None else 0
         live, pages = writer.live_bytes, writer.pages
+        if quota is None and pages + len(todo) <= room.pages:
+            most = sum(record.blocks for record in todo) * BLOCK_BYTES
+            if live + most <= room.live_bytes:
+                return len(todo)
         for count, record in enumerate(todo):
             if writer.entry(record.ref.key) is not None:
                 continue
@@ -256,57 +259,57 @@ class PagePutter:
         keys: set[bytes] = set()
         now_ns = self._clock()
         for record in todo:
-            present = record.ref.key in keys or writer.entry(record.ref.key) is not None
-            outcomes[record.at] = PutOutcome.PRESENT if present else PutOutcome.STORED
-            if present:
-                writer.touch(record.ref.key, now_ns)
+            key = record.ref.key
+            if key in keys or writer.entry(key) is not None:
+                outcomes[record.at] = PutOutcome.PRESENT
+                writer.touch(key, now_ns)
             else:
+                outcomes[record.at] = PutOutcome.STORED
                 fresh[record.blocks].append(record)
-                keys.add(record.ref.key)
+                keys.add(key)
         needs = Counter({blocks: len(records) for blocks, records in fresh.items()})
         growth = sum(writer.growth_bytes(blocks, count) for blocks, count in needs.items())
         self._drain(writer, needs, writer.disk_bytes + growth - room.disk_bytes)
-        begun: list[_Writing] = []
+        growing: list[_Growing] = []
         try:
             for blocks, records in fresh.items():
-                slots = self._begin_writing(writer, blocks, records, begun)
+                slots = self._allocate(writer, blocks, len(records), growing)
+                self._write(blocks, slots, records)
                 for slot, record in zip(slots, records, strict=True):
                     writer.insert(record.ref.key, _entry_of(record, slot, now_ns))
-            for writing in begun:
-                writing.job.finish()
         except BaseException:
-            self._take_back(begun)
+            self._take_back(growing)
             raise
         return outcomes
 
-    def _begin_writing(self, writer: IndexWriter, blocks: int, records: Sequence[Pending], begun: list[_Writing]) -> list[int]:
-        """Allocate slots and have records of one size written into them, by the helper while this thread goes on.
+    def _write(self, blocks: int, slots: Sequence[int], records: Sequence[Pending]) -> None:
+        """Write records of one size to their slots, part by part, while the helper computes the sums of the parts to come."""
+        cuts = sorted({0, -(-len(records) // 8), -(-len(records) // 2), len(records)})
+        parts = [(slots[at:end], records[at:end]) for at, end in pairwise(cuts)]
+        begun = [self._helper.begin(partial(_seal_all, *part)) for part in parts[1:]]
+        try:
+            self._slabs.write(blocks, _seal_all(*parts[0]))
+            for job in begun:
+                self._slabs.write(blocks, job.finish())
+        except BaseException:
+            for job in begun:
+                job.abandon()
+            raise
 
-        The helper writes a first part while the checksums of the second are computed, and that while entries are made:
-        two long calls, since a thread that wants the GIL back often waits for it.
-        """
+    def _allocate(self, writer: IndexWriter, blocks: int, count: int, growing: list[_Growing]) -> list[int]:
+        """Take slots of one size, those at the file's end with their blocks: one extent instead of one a page cache folio."""
         end = writer.slabs.get(blocks, SlabCount()).slots
-        taken = writer.allocate(blocks, len(records))
+        taken = writer.allocate(blocks, count)
+        growing.append(_Growing(blocks, end, taken.holes))
         if taken.new:
             self._slabs.trim(blocks, end)
-        slots = taken.slots()
-        first = len(records) // 4
-        for part in (slice(0, first), slice(first, None)):
-            writes = [
-                SlotWrite(slot, seal(frame(record.ref, record.payload.nbytes), record.payload), record.payload)
-                for slot, record in zip(slots[part], records[part], strict=True)
-            ]
-            for writing in begun:
-                writing.job.finish()
-            begun.append(_Writing(blocks, end, taken.holes, self._helper.begin(partial(self._slabs.write, blocks, writes))))
-        return slots
+            self._slabs.reserve(blocks, end, len(taken.new))
+        return taken.slots()
 
-    def _take_back(self, begun: Sequence[_Writing]) -> None:
-        """Wait for writes that were begun in vain, and give back the blocks of slots that had none before."""
-        for writing in begun:
-            writing.job.abandon()
+    def _take_back(self, growing: Sequence[_Growing]) -> None:
+        """Give back the blocks of slots that had none before, after writes in vain."""
         with contextlib.suppress(OSError):  # the next open tidies up
-            for blocks, end, holes, _ in begun:
+            for blocks, end, holes in growing:
                 for slot in holes:
                     self._slabs.wipe(blocks, slot)
                 self._slabs.trim(blocks, end)
@@ -322,6 +325,13 @@ class PagePutter:
                     self._slabs.wipe(blocks, slot)
                 freed += count * size
         return freed
+
+
+def _seal_all(slots: Sequence[int], records: Sequence[Pending]) -> list[SlotWrite]:
+    return [
+        SlotWrite(slot, seal(frame(record.ref, record.payload.nbytes), record.payload), record.payload)
+        for slot, record in zip(slots, records, strict=True)
+    ]
 
 
 def _entry_of(record: Pending, slot: int, now_ns: int) -> Entry:

@@ -38,7 +38,6 @@ from storage.lmdb_put import Limits, PagePutter, Pending
 from storage.lmdb_session import Session, translated
 from storage.lmdb_writer import IndexWriter
 from storage.rebuild import rebuild_index
-from storage.record import header_bytes
 from storage.slab import SlabFiles, slot_blocks
 from storage.verify import audit_store, verify_store
 
@@ -146,12 +145,14 @@ class LmdbStore:
 
             refused: set[bytes] = set()
             for chunk in self._chunks(records):
-                for at, outcome in self._put_chunk(records, chunk, held, refused).items():
+                put = self._put_chunk(chunk, held, refused)
+                for at, outcome in put.items():
                     outcomes[at] = outcome
-                refused.update(records[at].ref.key for at in chunk if outcomes[at] in _NOT_THERE)
-            for outcome in outcomes:
-                if outcome in _NOT_THERE:
-                    self._count_error(outcome.value)
+                if len(put) < len(chunk) or PutOutcome.FAILED in put.values():
+                    refused.update(pending.ref.key for pending in chunk if outcomes[pending.at] in _NOT_THERE)
+            for outcome in _NOT_THERE:
+                if times := outcomes.count(outcome):
+                    self._errors[outcome.value] += times
             return outcomes
 
     def get_many(self, refs: Sequence[PageRef], into: Sequence[memoryview]) -> list[GetOutcome]:
@@ -275,44 +276,36 @@ class LmdbStore:
             self._putter.tidy(was_clean=folder.was_clean)
             self._putter.shrink()
 
-    def _chunks(self, records: Sequence[PageRecord]) -> Iterator[list[int]]:
-        """Split a batch, by place, into runs of one tenant that go into one transaction."""
-        chunk: list[int] = []
+    def _chunks(self, records: Sequence[PageRecord]) -> Iterator[list[Pending]]:
+        """Split a batch into runs of one tenant that go into one transaction."""
+        chunk: list[Pending] = []
         size, tenant = 0, ""
-        for at, record in enumerate(records):
-            space = self._spaces.get(record.ref.namespace)
+        for at, (ref, payload) in enumerate(records):
+            space = self._spaces.get(ref.namespace)
             if space is None:
-                raise ValueError(f"namespace {record.ref.namespace.hex()} is not registered")
-            full = len(chunk) == _CHUNK_RECORDS or size + record.payload.nbytes > _CHUNK_BYTES
+                raise ValueError(f"namespace {ref.namespace.hex()} is not registered")
+            full = len(chunk) == _CHUNK_RECORDS or size + payload.nbytes > _CHUNK_BYTES
             if chunk and (full or space.info.tenant != tenant):
                 yield chunk
                 chunk, size = [], 0
-            chunk.append(at)
-            size, tenant = size + record.payload.nbytes, space.info.tenant
+            chunk.append(Pending(at, ref, space, slot_blocks(len(ref.key), len(ref.tokens), payload.nbytes), payload))
+            size, tenant = size + payload.nbytes, space.info.tenant
         if chunk:
             yield chunk
 
-    def _put_chunk(
-        self, records: Sequence[PageRecord], chunk: Sequence[int], held: Callable[[], set[bytes]], refused: set[bytes]
-    ) -> dict[int, PutOutcome]:
+    def _put_chunk(self, chunk: list[Pending], held: Callable[[], set[bytes]], refused: set[bytes]) -> dict[int, PutOutcome]:
         """Put one chunk; what is not in the result has no room."""
-        pending: list[Pending] = []
-        for at in chunk:
-            ref, payload = records[at]
-            if ref.parent_key in refused:
-                refused.add(ref.key)
-                continue
-            blocks = slot_blocks(header_bytes(len(ref.key), len(ref.tokens)), payload.nbytes)
-            pending.append(Pending(at, ref, self._spaces[ref.namespace], blocks, payload))
-        if not pending:
+        if refused:
+            chunk = list(_reachable(chunk, refused))
+        if not chunk:
             return {}
         with self._write_lock:
             try:
-                return self._putter.put(pending, held, self._take_touches())
+                return self._putter.put(chunk, held, self._take_touches())
             except (OSError, lmdb.Error) as error:
                 self._note_damage(error)
                 _log.warning("could not write to %s: %s", self._folder.path, error)
-                return dict.fromkeys((record.at for record in pending), PutOutcome.FAILED)
+                return dict.fromkeys((record.at for record in chunk), PutOutcome.FAILED)
 
     def _touch(self, refs: Sequence[PageRef]) -> None:
         """Note the use of the deepest pages; recency passes up to parents when children are evicted."""
@@ -385,6 +378,15 @@ class LmdbStore:
 
     def _count_error(self, kind: str) -> None:
         self._errors[kind] += 1
+
+
+def _reachable(chunk: Sequence[Pending], refused: set[bytes]) -> Iterator[Pending]:
+    """Yield the records whose parents are not among `refused`; the others join them there."""
+    for pending in chunk:
+        if pending.ref.parent_key in refused:
+            refused.add(pending.ref.key)
+        else:
+            yield pending
 
 
 def share_of(index: Index, txn: lmdb.Transaction, space: Space) -> NamespaceStats:

@@ -45,7 +45,7 @@ class IndexWriter:
         self._index = index
         self._txn = txn
         self._entries: dict[bytes, Entry | None] = {}
-        self._stored_leaf: dict[bytes, bytes | None] = {}
+        self._stored_leaf: dict[bytes, bytes] = {}
         self._changed: dict[bytes, None] = {}
         self._released: list[tuple[int, int]] = []
         self._spaces: dict[int, list[int]] = {}
@@ -58,8 +58,12 @@ class IndexWriter:
         if key in self._entries:
             return self._entries[key]
         raw = self._txn.get(key, db=self._index.entries) if key else None
-        entry = self._entries[key] = decode_entry(raw) if raw else None
-        self._stored_leaf[key] = leaf_key(entry)
+        if raw is None:
+            self._entries[key] = None
+            return None
+        entry = self._entries[key] = decode_entry(raw)
+        if (leaf := leaf_key(entry)) is not None:
+            self._stored_leaf[key] = leaf
         return entry
 
     def space_bytes(self, number: int) -> int:
@@ -76,11 +80,12 @@ class IndexWriter:
         return Space(number, NamespaceInfo(info.digest, dict(info.labels), tenant))
 
     def insert(self, key: bytes, entry: Entry) -> None:
-        """Add a page whose slot is allocated. `entry.seq` and `entry.children` are filled in here."""
-        assert self.entry(key) is None
+        """Add a page that `entry` did not find, whose slot is allocated. Its `seq` and `children` are filled in here."""
+        assert self._entries[key] is None
         self.seq += 1
         entry.seq = self.seq
-        entry.children = self._adopt_orphans(key)
+        if self._has_orphans:
+            entry.children = self._adopt_orphans(key)
         self._entries[key] = entry
         self._changed[key] = None
         self._count(entry, 1)
@@ -196,17 +201,18 @@ class IndexWriter:
     # helpers
 
     def _write_entry(self, key: bytes, entry: Entry | None) -> None:
-        old_leaf, new_leaf = self._stored_leaf[key], leaf_key(entry)
+        old_leaf, new_leaf = self._stored_leaf.get(key), leaf_key(entry)
         if entry is None:
             self._txn.delete(key, db=self._index.entries)
         else:
             self._txn.put(key, encode_entry(entry), db=self._index.entries)
         if old_leaf == new_leaf:
             return
-        self._stored_leaf[key] = new_leaf
         if old_leaf is not None:
+            del self._stored_leaf[key]
             self._txn.delete(old_leaf, db=self._index.leaves)
         if new_leaf is not None:
+            self._stored_leaf[key] = new_leaf
             self._txn.put(new_leaf, key, db=self._index.leaves)
 
     def _add_child(self, parent_key: bytes, change: int) -> None:
@@ -226,7 +232,7 @@ class IndexWriter:
             self._txn.delete(parent_key, db=self._index.orphans)
 
     def _adopt_orphans(self, key: bytes) -> int:
-        raw = self._txn.pop(key, db=self._index.orphans) if self._has_orphans else None
+        raw = self._txn.pop(key, db=self._index.orphans)
         return int(NUMBER_KEY.unpack(raw)[0]) if raw else 0
 
     def _space(self, number: int) -> list[int]:

@@ -72,8 +72,8 @@ def _read_header(slabs: SlabFiles, blocks: int, slot: int) -> Header | None:
     header = decode_header(data)
     if header is None or header.version != RECORD_VERSION:
         return None
-    size = header_bytes(len(header.ref.key), len(header.ref.tokens))
-    return header if slot_blocks(size, header.payload_bytes) == blocks else None
+    ref = header.ref
+    return header if slot_blocks(len(ref.key), len(ref.tokens), header.payload_bytes) == blocks else None
 
 
 def _claimed_header_bytes(data: bytes) -> int:

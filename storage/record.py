@@ -91,7 +91,7 @@ def seal(framed: bytes, payload: memoryview) -> bytes:
 def sums_fit(header: bytes | bytearray | memoryview, at: int, framed: bytes, payload: memoryview) -> bool:
     """Tell whether the sums at offset `at` of a header fit its frame and its payload."""
     header_sum, payload_sum = _SUMS.unpack_from(header, at)
-    return bool(header_sum == checksum(framed) and payload_sum == checksum(payload, header_sum))
+    return bool(payload_sum == checksum(payload, header_sum) and header_sum == checksum(framed))
 
 
 def decode_header(data: bytes | memoryview) -> Header | None:

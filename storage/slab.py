@@ -8,10 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from storage.location import punch_hole, sync_folder
-from storage.record import BLOCK_BYTES, SUMS_BYTES, padded_bytes
+from storage.record import BLOCK_BYTES, header_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SlabFiles", "SlotWrite", "slot_blocks"]
 
-_MAX_RUN_RECORDS = 256  # three buffers a record, below IOV_MAX
+_MAX_BUFFERS = 1020  # of one call, three a record; IOV_MAX is 1024
 _ZEROS = memoryview(bytes(BLOCK_BYTES))
 
 
@@ -31,9 +32,10 @@ class SlotWrite(NamedTuple):
     payload: memoryview
 
 
-def slot_blocks(header_size: int, payload_bytes: int) -> int:
+@lru_cache(1024)
+def slot_blocks(key_bytes: int, token_bytes: int, payload_bytes: int) -> int:
     """Size of the slot for a record, in blocks."""
-    return -(-(header_size + payload_bytes) // BLOCK_BYTES)
+    return -(-(header_bytes(key_bytes, token_bytes) + payload_bytes) // BLOCK_BYTES)
 
 
 class SlabFiles:
@@ -68,19 +70,20 @@ class SlabFiles:
     def write(self, blocks: int, writes: Sequence[SlotWrite]) -> None:
         """Write records, neighbours in one call. Raises OSError; a short write is ENOSPC."""
         fd, size = self.fd(blocks), blocks * BLOCK_BYTES
-        at = 0
-        while at < len(writes):
-            end = at + 1
-            while end < len(writes) and end - at < _MAX_RUN_RECORDS and _adjoin(writes[end - 1], writes[end], size):
-                end += 1
-            buffers: list[bytes | memoryview] = []
-            wanted = 0
-            for write in writes[at:end]:
-                gap = padded_bytes(len(write.sealed) - SUMS_BYTES) - len(write.sealed)
-                buffers += (write.sealed, _ZEROS[:gap], write.payload)
-                wanted += len(write.sealed) + gap + write.payload.nbytes
-            _write_all(fd, buffers, writes[at].slot * size, wanted)
-            at = end
+        buffers: list[bytes | memoryview] = []
+        first = following = wanted = 0
+        for slot, sealed, payload in writes:
+            if buffers and (slot != following or wanted != (slot - first) * size or len(buffers) >= _MAX_BUFFERS):
+                _write_all(fd, buffers, first * size, wanted)
+                buffers, wanted = [], 0
+            if not buffers:
+                first = slot
+            gap = -len(sealed) % BLOCK_BYTES
+            buffers += (sealed, _ZEROS[:gap], payload)
+            wanted += len(sealed) + gap + payload.nbytes
+            following = slot + 1
+        if buffers:
+            _write_all(fd, buffers, first * size, wanted)
         self._unsynced.add(blocks)  # after the bytes: a sync between would otherwise miss them
 
     def read(self, blocks: int, slot: int, buffers: Sequence[bytearray | memoryview]) -> int:
@@ -90,6 +93,11 @@ class SlabFiles:
     def disk_bytes(self, sizes: Iterable[int]) -> int:
         """Bytes on disk of the files for some slot sizes, as the file system counts them."""
         return sum(os.fstat(self.fd(blocks)).st_blocks * 512 for blocks in sizes)
+
+    def reserve(self, blocks: int, slot: int, count: int) -> None:
+        """Have blocks allocated for slots that have none; many at once cost a third less than one by one. Raises OSError."""
+        size = blocks * BLOCK_BYTES
+        os.posix_fallocate(self.fd(blocks), slot * size, count * size)
 
     def wipe(self, blocks: int, slot: int) -> None:
         """Give a slot's blocks back to the file system."""
@@ -111,11 +119,6 @@ class SlabFiles:
             for fd in self._fds.values():
                 os.close(fd)
             self._fds.clear()
-
-
-def _adjoin(left: SlotWrite, right: SlotWrite, size: int) -> bool:
-    """Tell whether `left` fills its slot and `right` lies in the next."""
-    return right.slot == left.slot + 1 and left.payload.nbytes + padded_bytes(len(left.sealed) - SUMS_BYTES) == size
 
 
 def _write_all(fd: int, buffers: Sequence[bytes | memoryview], offset: int, wanted: int) -> None:
