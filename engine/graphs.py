@@ -104,9 +104,13 @@ class _Graph:
         self._backend = backend
         self._slot = slot
         self._inputs = torch.zeros(2, slot.rows, dtype=torch.int64, device=device)
-        self._spare = Chunk(np.zeros(1, np.int32), backend.page_size, np.full(2, spare_page, np.int32))
+        self._spare = Chunk(np.zeros(1, np.int32), 0, np.array([spare_page], np.int32))
         rows = torch.arange(slot.rows, device=device)
-        self._fill([], [SharedPrefix(0, slot.rows, 1)] if slot.groups else [])
+        if slot.groups:  # the first plan has all rows behind a prefix: there can't be more later
+            behind = Chunk(np.zeros(1, np.int32), backend.page_size, np.full(2, spare_page, np.int32))
+            self._fill([behind] * slot.rows, [SharedPrefix(0, slot.rows, 1)])
+        else:
+            self._fill([], [])
         self._replay = capture(lambda: compute(self._inputs[0], self._inputs[1], rows))
 
     def forward(self, batch: Batch) -> torch.Tensor:

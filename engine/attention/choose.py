@@ -123,8 +123,9 @@ def disagreement(
         reference.plan(batch)
         for probe in probes:
             tokens = batch.num_tokens
+            unit = 1 / (probe.scale * probe.k_dim**0.5)  # logits of about 1: large ones leave a softmax to rounding
             call = LayerCall(
-                randn(tokens, probe.q_heads, probe.k_dim),
+                randn(tokens, probe.q_heads, probe.k_dim) * unit,
                 randn(tokens, probe.kv_heads, probe.k_dim),
                 randn(tokens, probe.kv_heads, probe.v_dim),
                 randn(probe.q_heads) if probe.sinks else None,

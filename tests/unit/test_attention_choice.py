@@ -25,6 +25,7 @@ VARIED = [
     LAYER._replace(layer_idx=1, window=7),
     LAYER._replace(layer_idx=2, softcap=2.0),
     LAYER._replace(layer_idx=3, sinks=True),
+    LAYER._replace(layer_idx=4, scale=1.0),
 ]
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
