@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from engine.model import LoadedModel
 
 PAGE_SIZE, ANSWER, ROUNDS = 32, 8, 3
-RETURNED_MIB = 64
-"""Device memory that may stay allocated when an engine has been closed: caches of libraries."""
+KEPT_MIB = {"device": 64, "host": 1024}
+"""Memory that may stay in use when all engines have been closed: what libraries load and keep. Pools are many times that."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
             "hicache_storage_prefetch_policy": "wait_complete",
         },
     }
-    before = _allocated_mib(device)
+    before = _in_use(device)
     medians: dict[str, float] = {}
     for name, flags in setups.items():
         with tempfile.TemporaryDirectory(prefix="hicache-gpu-") as folder:
@@ -72,7 +72,8 @@ def main() -> None:
         shares = " ".join(f"{tier} {tokens / max(1, sum(hits.values())):.0%}" for tier, tokens in hits.items() if tokens)
         what = f"TTFT after {first} tokens, {name}" + (f" ({shares})" if shares else "")
         emit(Figure("multiturn", what, medians[name] * 1e3, "ms", None if limit is None else limit * 1e3, raw=raw))
-    emit(Figure("multiturn", "device memory kept after closing", _allocated_mib(device) - before, "MiB", RETURNED_MIB))
+    for place, kept, least in zip(("device", "host"), _in_use(device), before, strict=True):
+        emit(Figure("multiturn", f"{place} memory kept after closing", kept - least, "MiB", KEPT_MIB[place]))
 
 
 def _converse(
@@ -119,13 +120,14 @@ def _ask(core: EngineCore, rid: str, prompt: list[int]) -> tuple[float, list[int
     return ttft_s, answer
 
 
-def _allocated_mib(device: torch.device) -> float:
-    """Memory that is in use: torch's on a GPU, the process's on a CPU."""
+def _in_use(device: torch.device) -> tuple[float, float]:
+    """MiB that torch has allocated on the GPU (0 without one), and that the process holds in host memory."""
     gc.collect()
+    allocated = 0
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        return torch.cuda.memory_allocated(device) / 2**20
-    return psutil.Process().memory_info().rss / 2**20
+        allocated = torch.cuda.memory_allocated(device)
+    return allocated / 2**20, psutil.Process().memory_info().rss / 2**20
 
 
 if __name__ == "__main__":
