@@ -180,7 +180,7 @@ class HiCache:
         if match is not None and self._on_their_way(match):
             return False
         found = match.pages if match is not None else 0
-        if match is not None and not self._load_pays(match):
+        if match is not None and not t.load_pays(match):
             match = t.tree.match(lease.root, lease.tokens, match.device * t.tree.page_key_bytes)
         node = self._pin_match(match) if match is not None else lease.root
         pages, device = (match.pages, match.device) if match is not None else (0, 0)
@@ -194,6 +194,7 @@ class HiCache:
             self.metrics.recomputed_tokens.labels("slow_host").inc((found - pages) * self.geometry.page_size)
         lease.node = node
         lease.reused = 0
+        t.admitted += 1
         self._prefetcher.admitted(lease)
         self._bring_up(lease, device)
         return True
@@ -274,6 +275,7 @@ class HiCache:
         if lease.prefetch is not None and lease.state is LeaseState.ACTIVE:
             self._count(lease)
         self._prefetcher.stop(lease)
+        t.admitted -= lease.state is not LeaseState.WAITING
         if lease.node is not None:
             if t.ghosts is not None:
                 lease.node.device.ends = lease.node.host.ends = True
@@ -422,11 +424,6 @@ class HiCache:
         tree = self._t.tree
         return tree.match(lease.root, lease.tokens, self._limit_pages(lease) * tree.page_key_bytes)
 
-    def _load_pays(self, match: Match) -> bool:
-        """Whether loading the host pages of a match back is expected to be quicker than computing them."""
-        size, pages = self.geometry.page_size, match.pages - match.device
-        return not pages or self._t.planner.load_pays(match.device * size, pages * size, pages)
-
     def _pin_match(self, match: Match) -> Node:
         node = self._sharing.ends_at(match)
         self._t.tree.pin(node)
@@ -465,14 +462,11 @@ class HiCache:
             self._activate(lease)
 
     def _load(self, lease: Lease, ids: Ids) -> None:
-        """Start a load-back of host pages. The operation holds a pin of its own, so its pages outlive the lease."""
+        """Start a load-back of host pages; they come whatever becomes of the lease."""
         t, node = self._t, lease.node
         assert node is not None
-        t.tree.pin(node)
 
         def landed(op: CopyOp) -> None:
-            self._sharing.promote_path(node)
-            t.tree.unpin(node)
             if lease.load is not op or (lease.state is LeaseState.ACTIVE and op.state is OpState.FAILED):
                 return  # given up, or computing on what did not come: the next commit says so
             lease.load = None
@@ -480,7 +474,7 @@ class HiCache:
                 self._loaded(lease)
 
         lease.state = LeaseState.LOADING
-        lease.load = self._mover.load_back(ids, t.device.take(len(ids)), landed)
+        lease.load = self._mover.load_back(node, ids, t.device.take(len(ids)), landed)
 
     def _loaded(self, lease: Lease) -> None:
         """A lease's load has ended: go on with what is on the device."""

@@ -64,6 +64,7 @@ class Hints:
         if len(self._coming) >= MOST_PREFETCHES:
             return self._find(tokens, namespace).pages * self._t.geometry.page_size
         lease = self._open([*tokens, 0], namespace)  # one token more: a lease leaves the last one to be computed
+        lease.to_host = True
         if lease.prefetch is None:
             self._release(lease)
         else:

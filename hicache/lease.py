@@ -41,7 +41,7 @@ class Prefetch:
     attached: pages that landed and are in the tree. open: operations that have not ended. early: batches that landed before
     those in front of them, by the page they begin with, counted from `start_page`: their slots, and how many are good.
     back: what has landed, if pages are read from the last to the first; then `batch` pages at a time, and `planned` are meant
-    to be computed.
+    to be computed. loads: whether what was attached is being loaded back before the lease is admitted.
     """
 
     deadline_s: float
@@ -58,6 +58,7 @@ class Prefetch:
     early: dict[int, tuple[npt.NDArray[np.int32], int]] = field(default_factory=dict)
     back: Back | None = None
     batch: int = 1
+    loads: bool = False
     planned: int = 0
 
     @property
@@ -78,6 +79,7 @@ class Lease:
     cached: leading tokens that need no computing, known once ACTIVE. reused: pages of them that it did not compute itself.
     hits: tokens reused, by tier at arrival (first admission only).
     found: pages that were (device, host, disk) when the request arrived.
+    to_host: nobody computes with it, so its pages are brought no higher than the host.
     max_cached_tokens: reuse ends there, since the engine wants to compute what follows.
     load: a load-back that has not been settled. ACTIVE with one: it was started early (`HiCache.start`).
     """
@@ -98,6 +100,7 @@ class Lease:
     hits: TierHits = NO_HITS
     found: tuple[int, int, int] = (0, 0, 0)
     counted: bool = False
+    to_host: bool = False
     max_cached_tokens: int = sys.maxsize
     prefetch: Prefetch | None = None
     load: CopyOp | None = None

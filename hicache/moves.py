@@ -167,17 +167,23 @@ class Mover:
 
     # ---- host → device
 
-    def load_back(self, ids: Ids, slots: Ids, ended: Callable[[CopyOp], None]) -> CopyOp:
-        """Copy host pages into device slots. `ended` runs once the table knows of it (or the slots are free again)."""
+    def load_back(self, node: Node, ids: Ids, slots: Ids, ended: Callable[[CopyOp], None]) -> CopyOp:
+        """Copy host pages into device slots: `ids` end with `node`, and what is before them is on the device.
+
+        The operation holds a pin of its own. `ended` runs once tree and table know of it (or the slots are free again).
+        """
         t = self._t
         assert t.copier is not None
 
         def settle(op: Operation) -> None:
             assert isinstance(op, CopyOp)
             self._loaded(op)
+            t.promote_path(node)
+            t.tree.unpin(node)
             ended(op)
 
         op = CopyOp(kind=OpKind.LOAD_BACK, on_end=settle, ids=ids, src=t.table.host_slots.take(ids), dst=slots)
+        t.tree.pin(node)
         t.table.hold_host(ids)
         t.table.loading[ids] = 1
         t.in_flight += 1

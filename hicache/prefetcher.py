@@ -19,6 +19,7 @@ from hicache.back import Back, Batch
 from hicache.landing import Landing
 from hicache.lease import Prefetch
 from hicache.policies.prefetch import prefetch_deadline_s
+from hicache.transfer.operation import OpState
 from hicache.transfer.store_worker import PAGES_A_READ, store_calls
 from storage.base import GetOutcome, PageRef
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from hicache.radix_tree import Match, Node
     from hicache.reclaim import Reclaimer
     from hicache.tiers import Tiers
-    from hicache.transfer.operation import PrefetchOp, ProbeOp
+    from hicache.transfer.operation import CopyOp, PrefetchOp, ProbeOp
 
     Slots = npt.NDArray[np.int32]
 
@@ -233,6 +234,30 @@ class Prefetcher:
             prefetch.attached += good
         if good < len(slots) or not (prefetch.open or prefetch.early):
             self._abandon(prefetch)  # nothing after a gap can be attached
+        self._load_ahead(lease, prefetch)
+
+    def _load_ahead(self, lease: Lease, prefetch: Prefetch) -> None:
+        """Load back what has been attached while the next batch is being read, if no other request needs the device."""
+        t, tree = self._t, self._t.tree
+        if t.admitted or prefetch.loads or lease.prefetch is not prefetch or lease.to_host:
+            return
+        match = tree.match(lease.root, lease.tokens, (prefetch.start_page + prefetch.attached) * tree.page_key_bytes)
+        node, count = match.node, match.pages - match.device
+        if match.depth < len(node.pages) or not count:
+            return
+        ids = tree.path_ids(node)[match.device :]
+        tree.pin(node)  # so that no room is made by what is to be continued
+        there = not t.table.loading.take(ids).any() and t.load_pays(match) and self._reclaimer.device_room(count)
+
+        def loaded(op: CopyOp) -> None:
+            prefetch.loads = False
+            if op.state is OpState.DONE:
+                self._load_ahead(lease, prefetch)
+
+        if there:
+            prefetch.loads = True
+            self._mover.load_back(node, ids, t.device.take(count), loaded)
+        tree.unpin(node)
 
     def _hang(self, lease: Lease, prefetch: Prefetch, first_page: int, slots: Slots) -> Node:
         assert prefetch.pinned is not None

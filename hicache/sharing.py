@@ -64,7 +64,7 @@ class Sharing:
         t.device.give(mine[there])
         lease.slots[first:last][there] = theirs[there]
         t.land_on_device(ids[~there], mine[~there])
-        self.promote_path(end)
+        self._t.promote_path(end)
         lease.shared = last
         return True
 
@@ -100,15 +100,3 @@ class Sharing:
         self._t.tree.pin(node)
         self._t.tree.unpin(lease.node)
         lease.node = node
-
-    def promote_path(self, node: Node) -> None:
-        """Tell the tree which pages up to `node` are on the device by now."""
-        tree, slot = self._t.tree, self._t.table.device_slot
-        for each in tree.path(node):
-            assert each.parent is not None
-            if each.parent.device_len < len(each.parent.pages):
-                return
-            at = each.device_len
-            while at < len(each.pages) and slot[each.pages[at]] != NOWHERE:
-                at += 1
-            tree.promote(each, at - each.device_len)

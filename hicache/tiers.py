@@ -19,7 +19,7 @@ from hicache.page_table import NOT_STORED, NOWHERE, PageTable
 from hicache.policies.planner import Planner
 from hicache.policies.write import WriteRules, write_rules
 from hicache.pools import SlotPool
-from hicache.radix_tree import Node, RadixTree
+from hicache.radix_tree import Match, Node, RadixTree
 from storage.base import NamespaceInfo, PageRef
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Tiers:
     mirrors: pages on device and host whose host copy could go, oldest backup first (a dict for its order).
     namespaces: what a store shall know of each namespace that has pages, by root key.
     storing: writes to the store in flight, oldest first. orphans: pages in them that have left the tree.
+    admitted: leases that are loading or active.
     in_flight: operations that have not been drained; copying: those of them between device and host. coming_device,
     coming_host: pages that copies in flight will make droppable from that tier.
     backups_fail: whether the last copy to the host that ended failed.
@@ -86,6 +87,7 @@ class Tiers:
     namespaces: dict[bytes, Known] = field(default_factory=dict)
     storing: dict[Operation, None] = field(default_factory=dict)
     orphans: set[int] = field(default_factory=set)
+    admitted: int = 0
     in_flight: int = 0
     copying: int = 0
     coming_device: int = 0
@@ -246,6 +248,23 @@ class Tiers:
             self.events.left(ids.tolist(), "host")
         for i in ids.tolist() if self.mirrors else ():
             self.mirrors.pop(i, None)
+
+    def load_pays(self, match: Match) -> bool:
+        """Whether loading the host pages of a match back is expected to be quicker than computing them."""
+        size, pages = self.geometry.page_size, match.pages - match.device
+        return not pages or self.planner.load_pays(match.device * size, pages * size, pages)
+
+    def promote_path(self, node: Node) -> None:
+        """Tell the tree which pages up to `node` are on the device by now."""
+        slot = self.table.device_slot
+        for each in self.tree.path(node):
+            assert each.parent is not None
+            if each.parent.device_len < len(each.parent.pages):
+                return
+            at = each.device_len
+            while at < len(each.pages) and slot[each.pages[at]] != NOWHERE:
+                at += 1
+            self.tree.promote(each, at - each.device_len)
 
     def demote(self, node: Node, count: int) -> None:
         """Drop the device copies of the last `count` device pages of `node`; each has a host copy."""

@@ -97,6 +97,7 @@ def multiturn(
     compare: Annotated[
         bool, typer.Option("--compare", help="Run cache off, device only, +host, +disk one after the other.")
     ] = False,
+    only: Annotated[str, typer.Option(help="Of --compare's setups these, by name, separated by commas; else all.")] = "",
     model_path: Annotated[str, typer.Option(help="Model of the servers that --compare starts.")] = "smollm2",
     clients: Annotated[int, typer.Option(help="Conversations.")] = 8,
     rounds: Annotated[int, typer.Option(help="Requests a conversation.")] = 4,
@@ -121,7 +122,7 @@ def multiturn(
     if url is not None:
         results.append(_measure(Setup("server", ()), url, load))
     else:
-        for setup in setups(load, pool_share):
+        for setup in _chosen(setups(load, pool_share), only):
             with _server(model_path, setup) as address:
                 results.append(_measure(setup, address, load))
     _report(results, as_json)
@@ -144,6 +145,15 @@ def setups(load: Load, pool_share: float) -> list[Setup]:
         Setup("+host", ("--max-total-tokens", str(small), *tiers)),
         Setup("+disk", ("--max-total-tokens", str(small), *modest, "--hicache-storage-prefetch-policy", "wait_complete")),
     ]
+
+
+def _chosen(all_setups: list[Setup], only: str) -> list[Setup]:
+    names = {name.strip() for name in only.split(",") if name.strip()}
+    if unknown := names - {setup.name for setup in all_setups}:
+        raise typer.BadParameter(
+            f"no setup is named {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in all_setups)}"
+        )
+    return [setup for setup in all_setups if not names or setup.name in names]
 
 
 @contextmanager

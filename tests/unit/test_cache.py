@@ -521,7 +521,7 @@ def test_batches_that_land_in_another_order_are_attached_in_theirs(bad: int | No
     rig.settle()
     assert rig.cache.ready(client.lease)
     assert rig.cache.cached_pages(client.lease) == (3 if bad is None else bad)
-    assert rig.cache._t.host.owned == rig.cache._t.tree.host_only_pages
+    recount(rig, [client])
 
 
 def test_waiting_for_an_operation_leaves_the_order_in_which_they_ended() -> None:
@@ -540,3 +540,41 @@ def test_waiting_for_an_operation_leaves_the_order_in_which_they_ended() -> None
     assert rig.cache.wait(1.0)
     rig.poll()
     assert settled == ops
+
+
+def test_what_has_landed_is_loaded_back_while_the_rest_is_read_unless_somebody_else_needs_the_device() -> None:
+    store = MemoryStore(1 << 20)
+    serve(rig_of(store), list(range(5)))
+    rig = rig_of(store, prefetch=PrefetchConfig(policy="wait_complete", threshold_tokens=1, quota=1.0, batch_bytes=1))
+    client = rig.open(list(range(5)))
+    rig.complete(only(rig, OpKind.PROBE))
+    rig.poll()
+    for _ in range(2):
+        rig.complete(reads(rig)[0])
+        rig.poll()
+    assert only(rig, OpKind.LOAD_BACK).ids.shape == (1,)  # type: ignore[attr-defined]
+    rig.complete(only(rig, OpKind.LOAD_BACK))
+    rig.poll()
+    assert only(rig, OpKind.LOAD_BACK)  # of what has landed meanwhile
+    recount(rig, [client])
+    other = rig.open([7, 8, 9])
+    assert rig.cache.admit(other.lease, 0)
+    for op in rig.pending:
+        rig.complete(op)
+    rig.poll()
+    assert not rig.pending
+    assert rig.open(list(range(5))).at_arrival == (2, 2)
+    assert rig.cache.admit(client.lease, 0)
+    rig.settle()
+    assert client.lease.hits == (0, 0, 4)
+
+
+def test_what_a_hint_brings_up_stays_on_the_host() -> None:
+    store = MemoryStore(1 << 20)
+    serve(rig_of(store), list(range(5)))
+    rig = rig_of(store)
+    rig.cache.hints.prefetch(list(range(4)), Namespace("m"))
+    rig.settle()
+    rig.poll()
+    assert rig.cache._t.tree.host_only_pages == 4
+    assert value(rig, "transfer_pages_total", op="load_back") == 0
