@@ -148,12 +148,11 @@ class _Lane:
     def _issue(self, op: CopyOp, ready: Any) -> None:
         """Give a copy to the stream. If that fails, what was given of it still has to end before its slots are anybody's."""
         error: Exception | None = None
+        landed: list[tuple[Part, Any]] = []
         end = self._module.Event()
         try:
             self._stream.wait_event(ready)
             landed = self._copy(op)
-            if op.kind is OpKind.LOAD_BACK:
-                op.gate = StreamGate(self._module, self._device, landed)
         except Exception as failure:
             logger.exception("%s of %d pages failed", op.kind, len(op.ids))
             error = failure
@@ -161,6 +160,8 @@ class _Lane:
             end.record(self._stream)
         except RuntimeError as failure:  # an event that was never recorded has ended
             error = error or failure
+        if error is None and op.kind is OpKind.LOAD_BACK:
+            op.gate = StreamGate(self._module, self._device, landed)
         self._issued.append(_Issued(op, end, error))
 
     def _copy(self, op: CopyOp) -> list[tuple[Part, Any]]:
