@@ -61,6 +61,7 @@ class Scripted:
                         "rid": message.rid,
                         "salt": message.cache_salt,
                         "priority": message.priority,
+                        "routing_key": message.routing_key,
                         "pin": message.pin and message.pin.tokens,
                         "max_new_tokens": message.sampling.max_new_tokens,
                     }

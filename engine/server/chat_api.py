@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from engine.messages import PinHint
-from engine.server.depends import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
+from engine.server.depends import RoutingKey, ServiceDep  # noqa: TC001 - FastAPI reads the annotation
 from engine.server.errors import ApiError
 from engine.server.logprobs import chat_logprobs
 from engine.server.order import Order, counted
@@ -44,12 +44,12 @@ router = APIRouter(tags=["openai"])
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(body: ChatBody, request: Request, service: ServiceDep) -> Response:
+async def chat_completions(body: ChatBody, request: Request, service: ServiceDep, routing_key: RoutingKey = "") -> Response:
     """Answer a chat, whole or as a stream."""
     ids = await encode_chat(service, body)
     budget = service.answer_budget(len(ids), body.asked_tokens, param="messages")
     pin = await _pin(service, body, ids)
-    order = Order(service, "chatcmpl-" + uuid.uuid4().hex, body, [ids], budget, body.top, pin=pin)
+    order = Order(service, "chatcmpl-" + uuid.uuid4().hex, body, [ids], budget, body.top, pin=pin, routing_key=routing_key)
     service.admit(order.jobs)
     if body.stream:
         return EventStream(await unless_gone(request, primed(_events(order, body))))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 
 from engine.server.service import Service
 
-__all__ = ["ServiceDep", "get_service"]
+__all__ = ["RoutingKey", "ServiceDep", "get_service"]
 
 
 def get_service(request: Request) -> Service:
@@ -19,3 +19,6 @@ def get_service(request: Request) -> Service:
 
 
 ServiceDep = Annotated[Service, Depends(get_service)]
+
+RoutingKey = Annotated[str, Header(alias="x-smg-routing-key", max_length=1024)]
+"""The header by which SGLang's router says what a request belongs to; a body's `routing_key` goes before it."""

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from engine.messages import GenerateRequest, SamplingParams
-from engine.server.depends import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
+from engine.server.depends import RoutingKey, ServiceDep  # noqa: TC001 - FastAPI reads the annotation
 from engine.server.errors import ApiError
 from engine.server.logprobs import native_input_logprobs, native_logprobs, native_top_logprobs
 from engine.server.native_schemas import (  # noqa: TC001 - FastAPI reads the annotations
@@ -86,9 +86,10 @@ class NativeAnswer(msgspec.Struct, frozen=True):
 class _Order:
     """The sequences of one /generate request, those of a prompt next to each other."""
 
-    def __init__(self, service: Service, body: GenerateBody, prompts: list[list[int]]) -> None:
+    def __init__(self, service: Service, body: GenerateBody, prompts: list[list[int]], routing_key: str) -> None:
         self.service = service
         self.body = body
+        self.routing_key = body.routing_key or routing_key
         self.start_s = time.perf_counter()
         self.jobs = list(self._jobs(prompts))
         self.single = not body.is_batch and len(self.jobs) == 1
@@ -122,7 +123,7 @@ class _Order:
             cache_salt=body.cache_salt or "",
             extra_key=body.extra_key or "",
             priority=body.priority or 0,
-            routing_key=body.routing_key or "",
+            routing_key=self.routing_key,
             top_logprobs=body.top(index),
             score_from=body.score_from(index),
         )
@@ -196,10 +197,10 @@ def _split(cached: CachedTokens) -> CachedSplit:
 
 
 @router.post("/generate")
-async def generate(body: GenerateBody, request: Request, service: ServiceDep) -> Response:
+async def generate(body: GenerateBody, request: Request, service: ServiceDep, routing_key: RoutingKey = "") -> Response:
     """Generate from text or token ids, one prompt or a batch, whole or as a stream of growing texts."""
     prompts = [await service.encode(prompt, param="input") for prompt in body.prompts]
-    order = _Order(service, body, prompts)
+    order = _Order(service, body, prompts, routing_key)
     service.admit(order.jobs)
     if body.stream:
         return EventStream(await unless_gone(request, primed(_events(order))))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from engine.server.depends import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
+from engine.server.depends import RoutingKey, ServiceDep  # noqa: TC001 - FastAPI reads the annotation
 from engine.server.errors import ApiError
 from engine.server.logprobs import completion_logprobs
 from engine.server.order import Order, counted
@@ -29,7 +29,7 @@ router = APIRouter(tags=["openai"])
 
 
 @router.post("/v1/completions")
-async def completions(body: CompletionBody, request: Request, service: ServiceDep) -> Response:
+async def completions(body: CompletionBody, request: Request, service: ServiceDep, routing_key: RoutingKey = "") -> Response:
     """Complete prompts, whole or as a stream."""
     prompts = [await service.encode(prompt, param="prompt") for prompt in body.prompts]
     if not prompts:
@@ -37,7 +37,16 @@ async def completions(body: CompletionBody, request: Request, service: ServiceDe
     asked_tokens = 16 if body.max_tokens is None else body.max_tokens
     for ids in prompts:
         service.answer_budget(len(ids), asked_tokens, param="prompt")
-    order = Order(service, "cmpl-" + uuid.uuid4().hex, body, prompts, asked_tokens, body.logprobs, body.score_from)
+    order = Order(
+        service,
+        "cmpl-" + uuid.uuid4().hex,
+        body,
+        prompts,
+        asked_tokens,
+        body.logprobs,
+        body.score_from,
+        routing_key=routing_key,
+    )
     service.admit(order.jobs)
     echoes = [_echo(service, body, prompt, ids) for prompt, ids in zip(body.prompts, prompts, strict=True)]
     if body.stream:

@@ -35,6 +35,7 @@ class Order:
     top_logprobs: int | None
     score_from: int | None = None
     pin: PinHint | None = None
+    routing_key: str = ""  # where the body has none
 
     @property
     def n(self) -> int:
@@ -70,7 +71,7 @@ class Order:
             cache_salt=body.cache_salt,
             extra_key=body.extra_key,
             priority=body.priority,
-            routing_key=body.routing_key,
+            routing_key=body.routing_key or self.routing_key,
             top_logprobs=self.top_logprobs,
             score_from=self.score_from,
             pin=self.pin if sibling == 0 else None,

@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from engine.server.chat_api import encode_chat
-from engine.server.depends import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
+from engine.server.depends import RoutingKey, ServiceDep  # noqa: TC001 - FastAPI reads the annotation
 from engine.server.order import Order, counted
 from engine.server.responses import json_response, now_s
 from engine.server.responses_schemas import (
@@ -36,12 +36,12 @@ router = APIRouter(tags=["openai"])
 
 
 @router.post("/v1/responses")
-async def responses(body: ResponsesBody, request: Request, service: ServiceDep) -> Response:
+async def responses(body: ResponsesBody, request: Request, service: ServiceDep, routing_key: RoutingKey = "") -> Response:
     """Answer a text or a conversation, whole or as a stream of events."""
     chat = body.as_chat
     ids = await encode_chat(service, chat)
     budget = service.answer_budget(len(ids), chat.asked_tokens, param="input")
-    order = Order(service, "resp_" + uuid.uuid4().hex, chat, [ids], budget, None)
+    order = Order(service, "resp_" + uuid.uuid4().hex, chat, [ids], budget, None, routing_key=routing_key)
     service.admit(order.jobs)
     reply = _Reply(order, body, now_s(), "msg_" + uuid.uuid4().hex)
     if body.stream:

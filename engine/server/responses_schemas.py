@@ -95,6 +95,7 @@ class ResponsesBody(BaseModel):
     cache_salt: Key = ""
     extra_key: Key = ""
     priority: Priority = 0
+    routing_key: Key = ""
 
     @property
     def as_chat(self) -> ChatBody:
@@ -111,6 +112,7 @@ class ResponsesBody(BaseModel):
             cache_salt=self.cache_salt,
             extra_key=self.extra_key,
             priority=self.priority,
+            routing_key=self.routing_key,
         )
 
     @property

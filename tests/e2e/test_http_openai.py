@@ -186,6 +186,22 @@ def test_salt_and_priority_reach_the_engine(http):
     assert (last["salt"], last["priority"]) == ("s", 3)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": "one"}),
+        ("/v1/responses", {"input": "one", "max_output_tokens": 1}),
+        ("/generate", {"text": "one"}),
+    ],
+)
+def test_the_routing_key_is_the_bodys_or_else_the_headers(http, path, body):
+    header = {"X-SMG-Routing-Key": "header"}
+    for fields, headers, expected in (({}, {}, ""), ({}, header, "header"), ({"routing_key": "body"}, header, "body")):
+        http.post(path, json=body | fields, headers=headers).raise_for_status()
+        assert http.get("/cache/stats").json()["received"][-1]["routing_key"] == expected
+
+
 def test_a_chat_without_a_limit_may_fill_the_context(http):
     body = {"messages": HI}
     answer = http.post("/v1/chat/completions", json=body).json()
