@@ -82,6 +82,8 @@ def main() -> int:
             (options.out / f"{part.name}.log").write_text(ended[-1].output)
     seconds = time.monotonic() - begun_s
     table = _table(ended, seconds)
+    if options.device == "cpu":
+        table += "\na rehearsal on a CPU, with tiny models: it shows that everything runs, and the figures mean nothing"
     print(table)
     (options.out / "table.txt").write_text(table + "\n")
     (options.out / "figures.json").write_text(json.dumps(_raw(ended, seconds), indent=1) + "\n")

@@ -44,6 +44,7 @@ def test_only_wheels_of_packages_that_are_not_there_are_unpacked(tmp_path):
 def test_a_rehearsal_writes_a_table_and_the_raw_figures(tmp_path):
     done = run(tmp_path, "attention", "decode")
     assert "blobs / dense" in done.stdout
+    assert "the figures mean nothing" in done.stdout
     assert (tmp_path / "table.txt").read_text() == done.stdout
     parts = json.loads((tmp_path / "figures.json").read_text())["parts"]
     assert [(part["name"], part["state"]) for part in parts] == [("attention", "ok"), ("decode", "ok")]
