@@ -27,7 +27,6 @@ from prometheus_client.core import GaugeMetricFamily
 
 from hicache.backup import Backup
 from hicache.errors import CacheClosed, ConfigError, LoadFailed
-from hicache.eviction import SHARED
 from hicache.gauges import pool_gauges
 from hicache.hints import Hints
 from hicache.keys import KeyChain
@@ -142,8 +141,8 @@ class HiCache:
         lease = Lease(root=root, tokens=data, prompt_tokens=len(tokens), priority=priority, max_cached_tokens=max_cached_tokens)
         if self.config.reuse:
             match = self._match(lease)
-            match = match._replace(node=self._sharing.ends_at(match))  # what lies behind it was not used
-            self._t.tree.touch(match.node, priority, group=self._sight(lease))
+            behind, match = match.node, match._replace(node=self._sharing.ends_at(match))  # what lies behind was not used
+            self._t.tree.touch(match.node, priority, group=self._sight(lease, behind if behind is not match.node else None))
             lease.found = (match.device, match.pages - match.device, 0)
             self._prefetcher.begin(lease, match, self._limit_pages(lease))
         return lease
@@ -279,6 +278,8 @@ class HiCache:
         if lease.node is not None:
             if t.ghosts is not None:
                 lease.node.device.ends = lease.node.host.ends = True
+                if lease.visit is not None:
+                    lease.group = t.ghosts.answered(lease.visit, lease.generated_tokens)
             t.tree.touch(lease.node, lease.priority, hits=0, group=lease.group)
             t.tree.unpin(lease.node)
             lease.node = None
@@ -405,8 +406,8 @@ class HiCache:
 
     # ---- helpers
 
-    def _sight(self, lease: Lease) -> int:
-        """Let the ghosts know of a request; returns the group of what the tree has of its path."""
+    def _sight(self, lease: Lease, behind: Node | None) -> int:
+        """Let the ghosts know of a request; returns the group of what the tree has of its path. behind: cut off from that."""
         t = self._t
         if t.ghosts is None:
             return 0
@@ -414,7 +415,10 @@ class HiCache:
         sighting = t.ghosts.see(bytes(lease.root.hashes), lease.tokens, max(0, self._limit_pages(lease)), t.tree.now)
         lease.group = sighting.group
         lease.counts = sighting.counts
-        return SHARED if sighting.branches else sighting.group
+        lease.visit = sighting.visit
+        if behind is not None and behind.children is None and sighting.abandoned is not None:
+            t.tree.regroup(behind, sighting.abandoned)
+        return sighting.group if sighting.shared is None else sighting.shared
 
     def _limit_pages(self, lease: Lease) -> int:
         """Pages that may be reused: at least the last token is computed, since its logits are needed."""

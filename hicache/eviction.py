@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import OrderedDict
+from itertools import chain
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from hicache.errors import ConfigError
@@ -25,10 +26,7 @@ from hicache.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["POLICIES", "SHARED", "EvictionOrder", "LeafOrder", "Policy", "Usage"]
-
-SHARED = -1
-"""Group of a prefix that requests branched off from."""
+__all__ = ["POLICIES", "EvictionOrder", "LeafOrder", "Policy", "Usage"]
 
 L = TypeVar("L")
 
@@ -36,7 +34,8 @@ L = TypeVar("L")
 class Usage:
     """How a leaf was used in one tier: `tick` of the last use (or of its birth), `hits` so far, `priority` of its requests.
 
-    group: what kind of request used it last; ends: a request ended with its last page. Of meaning to `hicache.adaptive` alone.
+    group: what kind of request used it last, negative if requests branched off there; ends: a request ended with its last page.
+    Both are of meaning to `hicache.adaptive` alone.
     """
 
     __slots__ = ("ends", "group", "hits", "priority", "tick")
@@ -52,7 +51,7 @@ class Usage:
         """Take over what a child that is gone had: uses of a child were uses of its parent, each counted once."""
         if recency and child.tick > self.tick:
             self.tick = child.tick
-            if self.group != SHARED:
+            if self.group >= 0:
                 self.group = child.group
         self.hits += child.hits
         child.hits = 0
@@ -86,15 +85,16 @@ class LeafOrder(Protocol[L]):
 
 
 class Policy(NamedTuple):
-    """What tells one eviction policy from another."""
+    """What tells one eviction policy from another. one_rank: all leaves have rank 0."""
 
     rank: Callable[[Usage], int]
     moves_on_use: bool = True
+    one_rank: bool = False
 
 
 POLICIES = {
-    "lru": Policy(lambda usage: 0),
-    "fifo": Policy(lambda usage: 0, moves_on_use=False),
+    "lru": Policy(lambda usage: 0, one_rank=True),
+    "fifo": Policy(lambda usage: 0, moves_on_use=False, one_rank=True),
     "lfu": Policy(lambda usage: usage.hits),
     "slru": Policy(lambda usage: int(usage.hits >= 2)),
     "priority": Policy(lambda usage: usage.priority),
@@ -114,46 +114,50 @@ class EvictionOrder(Generic[L]):
         self.moves_on_use = self.policy.moves_on_use
         self._queues: dict[int, OrderedDict[L, int]] = {}
         self._ranks: list[int] = []  # sorted
-        self._home: dict[L, OrderedDict[L, int] | None] = {}  # None: waits in the heap
+        self._home: dict[L, OrderedDict[L, int]] = {}  # queue of each leaf that is in one; left empty where there is only one
         self._late: list[tuple[int, int, int, L]] = []  # (rank, tick, serial, leaf); stale once the leaf moved
         self._entry: dict[L, int] = {}  # serial of a leaf's live heap entry
         self._serial = 0
 
     def __len__(self) -> int:
-        return len(self._home)
+        return sum(map(len, self._queues.values())) + len(self._entry)
 
     def __contains__(self, leaf: L) -> bool:
-        return leaf in self._home
+        return leaf in self._entry or self._queue_of(leaf) is not None
 
     def __iter__(self) -> Iterator[L]:
         """All leaves, in no particular order."""
-        return iter(self._home)
+        return chain(self._entry, *self._queues.values())
 
     def add(self, leaf: L, usage: Usage) -> None:
         """List a leaf, or move it to where its usage now belongs."""
-        home = self._home.pop(leaf, None)
-        if home is not None:
-            del home[leaf]
-        else:
-            self._entry.pop(leaf, None)
+        self.discard(leaf)
         rank, tick = self.policy.rank(usage), usage.tick
         queue = self._queues.get(rank)
         if queue is None:
             queue = self._open_queue(rank)
-        if not queue or next(reversed(queue.values())) <= tick:
-            queue[leaf] = tick
-            self._home[leaf] = queue
-        else:
-            self._home[leaf] = None
+        if queue and next(reversed(queue.values())) > tick:
             self._push(rank, tick, leaf)
+            return
+        queue[leaf] = tick
+        if not self.policy.one_rank:
+            self._home[leaf] = queue
 
     def discard(self, leaf: L) -> None:
         """Take a leaf off the list, if it is on it."""
-        home = self._home.pop(leaf, None)
-        if home is not None:
-            del home[leaf]
-        else:
+        queue = self._queue_of(leaf)
+        if queue is None:
             self._entry.pop(leaf, None)
+            return
+        del queue[leaf]
+        self._home.pop(leaf, None)
+
+    def _queue_of(self, leaf: L) -> OrderedDict[L, int] | None:
+        """The queue that a leaf is in; None if it waits in the heap or is not listed."""
+        if self.policy.one_rank:
+            queue = self._queues.get(0)
+            return queue if queue is not None and leaf in queue else None
+        return self._home.get(leaf)
 
     def pick(self, may_go: Callable[[L], bool]) -> L | None:
         """The first leaf in order that `may_go`; it stays listed. Leaves that may not go are passed over, not moved.
@@ -190,7 +194,7 @@ class EvictionOrder(Generic[L]):
 
     def _open_queue(self, rank: int) -> OrderedDict[L, int]:
         """A new queue. Those that emptied are dropped now and then: LFU has as many ranks as a leaf has uses."""
-        if len(self._ranks) > 16 + 2 * len(self._home):
+        if len(self._ranks) > 16 + 2 * len(self):
             self._queues = {rank: queue for rank, queue in self._queues.items() if queue}
             self._ranks = sorted(self._queues)
         queue = self._queues[rank] = OrderedDict()

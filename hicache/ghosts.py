@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hicache.adaptive import group_of
-from hicache.eviction import SHARED
+from hicache.learner import ABANDONED, Trait, Visit
 from hicache.radix_tree import RadixTree
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from hicache.adaptive import Learner
+    from hicache.learner import Learner
     from hicache.radix_tree import Node
 
     Counts = npt.NDArray[np.int32]
@@ -32,27 +31,17 @@ NEAR = 8
 class Sighting(NamedTuple):
     """What is known of a request at arrival.
 
-    group: of its whole path. branches: others share what was known of it. goes_on: it is another turn of one conversation.
-    counts: how often each page of the prompt was asked for, now included, if that is counted.
+    group: of its whole path. shared: group of what others share of it, None if that is nothing. abandoned: group of what lies
+    behind, if it was a conversation that the request branches off from. goes_on: it is another turn of one conversation.
+    counts: how often each page of the prompt was asked for, now included, if that is counted. visit: for `Ghosts.answered`.
     """
 
     group: int
-    branches: bool
+    shared: int | None
+    abandoned: int | None
     goes_on: bool
     counts: Counts | None
-
-
-class _Visit:
-    """The last use that ended at a node. last: hash of the request's last page, which was asked for `last_count` times."""
-
-    __slots__ = ("group", "last", "last_count", "since_us", "turn")
-
-    def __init__(self, turn: int, group: int, since_us: int, last: int = 0, last_count: int = 0) -> None:
-        self.turn = turn
-        self.group = group
-        self.since_us = since_us
-        self.last = last
-        self.last_count = last_count
+    visit: Visit
 
 
 class Ghosts:
@@ -63,7 +52,7 @@ class Ghosts:
         self._tree = RadixTree(page_size)
         self._capacity = capacity
         self._learner = learner
-        self._visits: dict[Node, _Visit] = {}
+        self._visits: dict[Node, Visit] = {}
 
     def see(self, root_key: bytes, tokens: bytes | bytearray, pages: int, now_us: int) -> Sighting:
         """A request with `pages` whole pages of prompt arrives.
@@ -79,7 +68,8 @@ class Ghosts:
         known = self._visits.get(match.node) if whole else None
         node = match.node if whole else self._tree.split(match.node, match.depth)
         tail = end // size - match.pages
-        goes_on = known is not None and known.group != SHARED
+        abandoned = self._abandon(match.node) if tail and not whole else None
+        goes_on = known is not None and known.group >= 0
         branches = not goes_on and match.pages > 0
         visit = self._visit(known if goes_on else None, tail, forks=branches and known is None)
         visit.last = hash(bytes(tokens[end : end + size]))
@@ -89,21 +79,45 @@ class Ghosts:
             if again and not tail:
                 visit.last_count = known.last_count + 1
         self._note_returns(node)
-        if branches:
-            self._enter(node, _Visit(1, SHARED, self._learner.now_us))
-        self._tree.touch(node, 0, group=SHARED if branches else 0)
+        shared = self._share(node) if branches else None
+        self._tree.touch(node, 0, group=shared or 0)
         node = self._remember(node, tokens[end - tail * size : end], tail)
         if node.parent is not None and (tail or not branches):
             self._enter(node, visit)
         counts = self._count(node, pages, visit.last_count) if self._counts else None
         self._tree.drop_root(root)
-        return Sighting(visit.group, branches, goes_on, counts)
+        return Sighting(visit.group, shared, abandoned, goes_on, counts, visit)
 
-    def _visit(self, before: _Visit | None, tail: int, forks: bool) -> _Visit:
+    def answered(self, visit: Visit, tokens: int) -> int:
+        """The request of a visit has ended with `tokens` generated; returns its group, now that this is known."""
+        return self._regroup(visit, visit.trait.answered(tokens)) if visit.trait is not None else visit.group
+
+    def _abandon(self, node: Node) -> int | None:
+        """A request has just branched off before `node`, where a conversation ended; returns the group of that from now on."""
+        visit = self._visits.get(node)
+        return self._regroup(visit, visit.trait._replace(kind=ABANDONED)) if visit is not None and visit.trait else None
+
+    def _regroup(self, visit: Visit, trait: Trait) -> int:
+        visit.trait = trait
+        visit.group = self._learner.groups.number(trait)
+        self._learner.regroup(visit, visit.group, visit.since_us)
+        return visit.group
+
+    def _share(self, node: Node) -> int:
+        """Another request branches off at the end of `node`; returns the group of what they share."""
+        visit = self._visits.get(node)
+        if visit is None:
+            visit = Visit(2, self._learner.groups.shared(2, None), self._learner.now_us)
+            self._enter(node, visit)
+        return visit.group
+
+    def _visit(self, before: Visit | None, tail: int, forks: bool) -> Visit:
         """The visit that a request makes; `before` is the turn it goes on from."""
+        now_us = self._learner.now_us
         turn = before.turn + 1 if before is not None else 1
         kind = int(forks) if turn == 1 else 2 if turn == 2 else 3 if turn <= 4 else 4
-        return _Visit(turn, group_of(kind, tail), self._learner.now_us, last_count=1)
+        trait = Trait.of_request(kind, tail, (now_us - before.since_us) / 1e6 if before is not None else None)
+        return Visit(turn, self._learner.groups.number(trait), now_us, trait, last_count=1)
 
     def _remember(self, node: Node, key: bytes | bytearray, pages: int) -> Node:
         """Add pages after `node`, at the cost of those not used for longest; returns the node that ends there."""
@@ -114,7 +128,7 @@ class Ghosts:
         if not 0 < pages <= self._capacity - tree.host_only_pages:
             return node
         visit = self._visits.get(node)
-        if visit is not None and visit.group != SHARED:
+        if visit is not None and visit.group >= 0:
             self._learner.forget(self._visits.pop(node))
         node = tree.grow(node, key, array("i", bytes(4 * pages)), on_device=False, priority=0)
         tree.touch(node, 0)
@@ -142,11 +156,15 @@ class Ghosts:
             visit = self._visits.get(at)
             if visit is not None:
                 self._learner.returned(visit, visit.group, visit.since_us)
+                if visit.group < 0:
+                    visit.turn += 1
+                    gap_s = (self._learner.now_us - visit.since_us) / 1e6
+                    visit.group = self._learner.groups.shared(visit.turn, gap_s)
                 visit.since_us = self._learner.now_us
                 self._learner.begin(visit, visit.group)
             at = at.parent
 
-    def _enter(self, node: Node, visit: _Visit) -> None:
+    def _enter(self, node: Node, visit: Visit) -> None:
         old = self._visits.get(node)
         if old is not None:
             self._learner.forget(old)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from hicache.back import Back
+    from hicache.learner import Visit
     from hicache.radix_tree import Node
     from hicache.transfer.operation import CopyOp, PrefetchOp, ProbeOp
 
@@ -75,7 +76,7 @@ class Lease:
     slots[:num_slots]: device slots, page i holding positions [i * page_size, (i + 1) * page_size); the first `shared` are the
     tree's and pinned through `node`, the others belong to this lease alone.
     group: what kind of request it is, to the eviction policy. counts: how often each page of its prompt was asked for, if
-    ghosts are kept.
+    ghosts are kept. visit: what those remember of it. generated_tokens: how long its answer is so far.
     cached: leading tokens that need no computing, known once ACTIVE. reused: pages of them that it did not compute itself.
     hits: tokens reused, by tier at arrival (first admission only).
     found: pages that were (device, host, disk) when the request arrived.
@@ -90,6 +91,8 @@ class Lease:
     priority: int = 0
     group: int = 0
     counts: npt.NDArray[np.int32] | None = None
+    visit: Visit | None = None
+    generated_tokens: int = 0
     state: LeaseState = LeaseState.WAITING
     node: Node | None = None
     shared: int = 0
@@ -118,6 +121,7 @@ class Lease:
     def append(self, token: int) -> None:
         """Add a generated token."""
         self.tokens += token.to_bytes(4, "little", signed=True)
+        self.generated_tokens += 1
 
     def add_slots(self, slots: npt.NDArray[np.int32]) -> None:
         """Append device slots to the page list."""

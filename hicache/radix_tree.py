@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hicache.eviction import SHARED, EvictionOrder, LeafOrder, Usage
+from hicache.eviction import EvictionOrder, LeafOrder, Usage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -248,7 +248,7 @@ class RadixTree:
         and nobody else finds its end moved.
         """
         assert len(key) == len(pages) * self.page_key_bytes
-        in_place = node.children is None and node.parent is not None and node.users <= 1 and node.host.group != SHARED
+        in_place = node.children is None and node.parent is not None and node.users <= 1 and node.host.group >= 0
         if in_place and (not on_device or node.device_len == len(node.pages)):
             node.key += key
             node.pages += pages
@@ -359,6 +359,13 @@ class RadixTree:
         usage.priority = max(usage.priority, priority)
         if node in order:
             order.add(node, usage)
+
+    def regroup(self, node: Node, group: int) -> None:
+        """Note that a leaf is of another group than its last use said."""
+        for usage, order in ((node.host, self.host_order), (node.device, self.device_order)):
+            usage.group = group
+            if node in order:
+                order.add(node, usage)
 
     def pin(self, node: Node) -> None:
         """Protect `node` and its ancestors from eviction in every tier until `unpin`."""

@@ -91,7 +91,7 @@ def replay(
     try:
         for request in trace.requests:
             clock.now = request.arrival_s
-            hits.append(_run(cache, request.blocks[: sizes.device]))
+            hits.append(_run(cache, request.blocks[: sizes.device], request.output_tokens))
     finally:
         seconds = time.perf_counter() - started
         gc.unfreeze()
@@ -128,7 +128,7 @@ def _cache(
     )
 
 
-def _run(cache: HiCache, blocks: np.ndarray) -> TierHits:
+def _run(cache: HiCache, blocks: np.ndarray, output_tokens: int) -> TierHits:
     """One request from arrival to end."""
     count = len(blocks)
     lease = cache.open(np.concatenate((blocks, _TAIL)), _NAMESPACE)
@@ -142,6 +142,7 @@ def _run(cache: HiCache, blocks: np.ndarray) -> TierHits:
         _step(cache)
     cache.commit(lease, count)
     cache.poll()
+    lease.generated_tokens = output_tokens
     cache.release(lease)
     return lease.hits
 

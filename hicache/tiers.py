@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hicache.adaptive import AdaptiveOrder, Learner
+from hicache.adaptive import AdaptiveOrder
 from hicache.ghosts import Ghosts
 from hicache.keys import tenant_name
+from hicache.learner import Learner
 from hicache.page_table import NOT_STORED, NOWHERE, PageTable
 from hicache.policies.planner import Planner
 from hicache.policies.write import WriteRules, write_rules

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import numpy as np
 import typer
 
+from engine.cli.bench_tree_size import compare
 from hicache.keys import KeyChain
 from hicache.radix_tree import RadixTree
 
@@ -165,9 +166,16 @@ def _figure(shape: str, op: str, run: Callable[[], object], times: int) -> Figur
 
 
 def tree(
+    pages: Annotated[
+        int | None,
+        typer.Option(min=20_000, help="Compare a tree of so many pages with one of 10,000 instead: memory, match, evict."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line a figure instead of a table.")] = False,
 ) -> None:
     """Time the radix tree: match, insert, pin, evict, by shape. Microseconds, medians."""
+    if pages is not None:
+        _print_sizes(pages, as_json)
+        return
     if not as_json:
         print(f"{'shape':<36} {'op':<34} {'median µs':>10} {'worst µs':>10}")
     for figure in measure():
@@ -175,3 +183,16 @@ def tree(
             print(json.dumps({"subject": "hicache", **figure._asdict()}), flush=True)
         else:
             print(f"{figure.shape:<36} {figure.op:<34} {figure.us:>10.2f} {figure.worst_us:>10.2f}", flush=True)
+
+
+def _print_sizes(pages: int, as_json: bool) -> None:
+    if not as_json:
+        print(f"{'shape':<24} {'op':<18} {'small':>10} {'large':>10} {'ratio':>8}")
+    for each in compare(pages):
+        if as_json:
+            print(json.dumps({"subject": "hicache", "pages": pages, **each._asdict()}), flush=True)
+        else:
+            print(
+                f"{each.shape:<24} {each.op:<18} {each.small:>10.2f} {each.large:>10.2f} {each.large / each.small:>8.2f}",
+                flush=True,
+            )
