@@ -9,6 +9,7 @@ from hicache.transfer.operation import CopyOp, Operation, OpKind, OpState, Prefe
 from hicache.transfer.store_worker import StoreAccess
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from queue import SimpleQueue
 
     from hicache.pools import DevicePool, HostPool
@@ -33,15 +34,23 @@ class ManualCopier:
         """Remember the copy."""
         self.pending.append(op)
 
+    def issue(self, op: CopyOp) -> None:
+        """Give a load-back that is pending its gate. Its bytes are moved by the first who passes that, or when it completes."""
+        assert op.kind is OpKind.LOAD_BACK
+        op.gate = _ManualGate(lambda: self._move(op))
+
     def complete(self, op: CopyOp) -> None:
         """Move the bytes now and post the operation as done."""
         self.pending.remove(op)
+        self._move(op)
+        op.end(OpState.DONE)
+        self._completions.put(op)
+
+    def _move(self, op: CopyOp) -> None:
         if op.kind is OpKind.BACKUP:
             copy_pages(self._device, op.src, self._host, op.dst)
         else:
             copy_pages(self._host, op.src, self._device, op.dst)
-        op.end(OpState.DONE)
-        self._completions.put(op)
 
     def fail(self, op: CopyOp) -> None:
         """Post the operation as failed, its destination full of garbage."""
@@ -55,6 +64,17 @@ class ManualCopier:
         """Complete what is left."""
         for op in list(self.pending):
             self.complete(op)
+
+
+class _ManualGate:
+    """A LayerGate that moves all layers when it is passed."""
+
+    def __init__(self, move: Callable[[], None]) -> None:
+        self._move = move
+
+    def wait(self, layer: int) -> None:
+        """Have the bytes there."""
+        self._move()
 
 
 class ManualStoreWorker:

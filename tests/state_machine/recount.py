@@ -75,7 +75,9 @@ def _slots(rig: Rig, clients: list[Client]) -> None:
         if lease.state is LeaseState.ACTIVE and lease.node is not None:
             path = t.tree.path_ids(lease.node)
             assert len(path) == lease.shared, "a lease's node is not where its shared pages end"
-            assert (t.table.device_slots[path] == lease.slots[: lease.shared]).all()
+            there = lease.shared - (0 if lease.load is None else len(lease.load.ids))  # the others have not landed
+            assert (t.table.device_slots[path[:there]] == lease.slots[:there]).all()
+            assert lease.load is None or (lease.load.dst == lease.slots[there : lease.shared]).all()
         if lease.prefetch is not None:
             on_host += [slot for slots, _ in lease.prefetch.early.values() for slot in slots.tolist()]
         if lease.prefetch is not None and lease.prefetch.back is not None:

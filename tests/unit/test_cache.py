@@ -8,7 +8,7 @@ from hicache.config import CacheConfig, PrefetchConfig
 from hicache.errors import CacheClosed
 from hicache.keys import Namespace
 from hicache.lease import LeaseState
-from hicache.transfer.operation import OpKind, PrefetchOp
+from hicache.transfer.operation import CopyOp, LayerGate, OpKind, PrefetchOp
 from storage.memory import MemoryStore
 from tests.state_machine.recount import recount
 from tests.state_machine.rig import Client, Rig
@@ -578,3 +578,66 @@ def test_what_a_hint_brings_up_stays_on_the_host() -> None:
     rig.poll()
     assert rig.cache._t.tree.host_only_pages == 4
     assert value(rig, "transfer_pages_total", op="load_back") == 0
+
+
+def coming_back(rig: Rig, tokens: list[int]) -> tuple[Client, CopyOp]:
+    """A request that has been served before, left the device, and is being loaded back now."""
+    serve(rig, tokens)
+    serve(rig, list(range(100, 99 + rig.config.device_pages)))
+    client = rig.open(tokens)
+    assert rig.cache.admit(client.lease, 0)
+    assert client.lease.state is LeaseState.LOADING
+    (op,) = rig.pending
+    assert isinstance(op, CopyOp)
+    return client, op
+
+
+def started_early(rig: Rig, client: Client, op: CopyOp) -> LayerGate:
+    """Give the load its gate and let the request start."""
+    assert rig.copier is not None
+    assert rig.cache.start(client.lease) is None, "started without a gate"
+    rig.copier.issue(op)
+    gate = rig.cache.start(client.lease)
+    assert gate is not None
+    assert client.lease.state is LeaseState.ACTIVE
+    client.computed = client.lease.cached
+    return gate
+
+
+def test_pages_of_a_request_that_started_early_are_there_behind_the_gate_and_shared_when_they_have_landed() -> None:
+    rig = rig_of(device_pages=6)
+    client, op = coming_back(rig, [1, 2, 3, 4, 5])
+    gate = started_early(rig, client, op)
+    assert client.lease.cached == 4
+    recount(rig, [client])
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        rig.check_lease(client)
+    gate.wait(0)
+    assert rig.compute(client, 1)
+    recount(rig, [client])
+    rig.complete(op)
+    rig.poll()
+    recount(rig, [client])
+    rig.cache.commit(client.lease, 5)
+    assert client.lease.shared == 5
+    rig.cache.release(client.lease)
+    rig.settle()
+    recount(rig, [])
+
+
+def test_slots_of_an_early_start_stay_with_the_copy_until_it_has_landed_whoever_leaves() -> None:
+    rig = rig_of(device_pages=6)
+    client, op = coming_back(rig, [1, 2, 3, 4, 5])
+    started_early(rig, client, op).wait(0)
+    assert rig.compute(client, 1)
+    rig.cache.release(client.lease)
+    recount(rig, [])
+    other = rig.open([7, 8, 9, 10, 11])
+    assert not rig.cache.admit(other.lease, 0)
+    rig.complete(op)
+    rig.poll()
+    recount(rig, [other])
+    assert rig.cache.admit(other.lease, 0)
+    rig.cache.release(other.lease)
+    rig.settle()
+    recount(rig, [])
