@@ -9,6 +9,7 @@ import json
 import os
 import statistics
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -16,9 +17,15 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from transformers import GenerationMixin
+
     from engine.core import EngineCore
 
 __all__ = ["engine", "overhead"]
+
+
+DECODED = 33
+"""Tokens of an answer whose decode steps are timed."""
 
 
 class Figure(NamedTuple):
@@ -91,28 +98,54 @@ def _against_transformers(model_path: str, prompt_tokens: int, contexts: list[in
     yield _turns(f"prefill {prompt_tokens}", lambda: _answer(core, prompt[0].tolist(), 1), forward, runs)
     for context in contexts:
         yield _decode(core, hf, context, runs)
-    one = _timed(lambda: _answer_many(core, 1), runs)
-    eight = _timed(lambda: _answer_many(core, 8), runs)
-    yield Figure("batch 8 against 8 x batch 1, 128 + 32 tokens", eight, 8 * one, round(8 * one / eight, 3))
+    yield _batch(core, 8, runs)
     core.close(0.0)
 
 
-def _decode(core: EngineCore, hf: object, context: int, runs: int) -> Figure:
-    """Seconds a token, as the difference between a long answer and one token, on both sides."""
+def _decode(core: EngineCore, hf: GenerationMixin, context: int, runs: int) -> Figure:
+    """Seconds a token of an answer, from its first on, on both sides."""
     import torch
+    from transformers import StoppingCriteria, StoppingCriteriaList
 
-    count, tokens = 17, _tokens(context, context)
+    class Clock(StoppingCriteria):
+        """Notes when each token is there, and stops nothing."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+            self.times.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    tokens = _tokens(context, context)
     prompt = torch.tensor([tokens])
 
     @torch.inference_mode()
-    def generate(new: int) -> None:
-        hf.generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False)  # type: ignore[attr-defined]
+    def generate_s() -> float:
+        clock = Clock()
+        count = DECODED
+        hf.generate(
+            prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, stopping_criteria=StoppingCriteriaList([clock])
+        )
+        return (clock.times[-1] - clock.times[0]) / (count - 1)
 
-    ours, other = [], []
-    for _ in range(runs):
-        ours.append((_seconds(lambda: _answer(core, tokens, count)) - _seconds(lambda: _answer(core, tokens, 1))) / (count - 1))
-        other.append((_seconds(lambda: generate(count)) - _seconds(lambda: generate(1))) / (count - 1))
-    return _figure(f"decode at {context}", ours, other)
+    pairs = [(_decode_s(core, [tokens]), generate_s()) for _ in range(runs)]
+    return _figure(f"decode at {context}", [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+
+def _batch(core: EngineCore, batch: int, runs: int) -> Figure:
+    """Seconds in which `batch` requests decode a token each, together and one after the other, at 128 tokens of context."""
+    prompts = [_tokens(128, seed) for seed in range(batch)]
+    pairs = [(_decode_s(core, prompts), batch * _decode_s(core, prompts[:1])) for _ in range(runs)]
+    return _figure(f"decode of {batch} at once against one by one", [pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+
+def _decode_s(core: EngineCore, prompts: list[list[int]]) -> float:
+    """Seconds of a decode step of these requests, after one step that computes all prompts."""
+    for prompt in prompts:
+        _ask(core, prompt, DECODED)
+    core.step()
+    return _seconds(partial(_drain, core)) / (DECODED - 1)
 
 
 def _core(model_path: str, **flags: object) -> EngineCore:
@@ -148,27 +181,23 @@ def _answer(core: EngineCore, prompt: list[int], output_tokens: int) -> None:
     _drain(core)
 
 
-def _answer_many(core: EngineCore, count: int) -> None:
-    for seed in range(count):
-        _ask(core, _tokens(128, seed), 32)
-    _drain(core)
-
-
 def _seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
-def _timed(run: Callable[[], object], runs: int) -> float:
-    return statistics.median(_seconds(run) for _ in range(runs))
-
-
 def _turns(case: str, ours: Callable[[], object], other: Callable[[], object], runs: int) -> Figure:
-    """Time both sides in turns, after one run of each that does not count."""
+    """Time both sides in turns, each first every other time, after one run of each that does not count."""
     ours()
     other()
-    pairs = [(_seconds(ours), _seconds(other)) for _ in range(runs)]
+    pairs = []
+    for turn in range(runs):
+        if turn % 2:
+            other_s = _seconds(other)
+            pairs.append((_seconds(ours), other_s))
+        else:
+            pairs.append((_seconds(ours), _seconds(other)))
     return _figure(case, [pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
 
