@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -20,7 +20,7 @@ import httpx
 import typer
 from tqdm import tqdm
 
-from engine.cli.load import Load, run_load
+from engine.cli.load import Load, run_in_turns, run_load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,6 +98,9 @@ def multiturn(
         bool, typer.Option("--compare", help="Run cache off, device only, +host, +disk one after the other.")
     ] = False,
     only: Annotated[str, typer.Option(help="Of --compare's setups these, by name, separated by commas; else all.")] = "",
+    in_turns: Annotated[
+        bool, typer.Option("--in-turns", help="Keep all of --compare's servers up; each round runs on one after the other.")
+    ] = False,
     model_path: Annotated[str, typer.Option(help="Model of the servers that --compare starts.")] = "smollm2",
     clients: Annotated[int, typer.Option(help="Conversations.")] = 8,
     rounds: Annotated[int, typer.Option(help="Requests a conversation.")] = 4,
@@ -121,6 +124,8 @@ def multiturn(
     results = []
     if url is not None:
         results.append(_measure(Setup("server", ()), url, load))
+    elif in_turns:
+        results += _measure_in_turns(model_path, _chosen(setups(load, pool_share), only), load)
     else:
         for setup in _chosen(setups(load, pool_share), only):
             with _server(model_path, setup) as address:
@@ -190,8 +195,27 @@ def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     raise typer.Exit(1)
 
 
+def _measure_in_turns(model_path: str, chosen: list[Setup], load: Load) -> list[Result]:
+    if not load.barrier:
+        raise typer.BadParameter("--in-turns goes by rounds; it needs --barrier")
+    turns: list[list[Turn]] = [[] for _ in chosen]
+    with ExitStack() as stack:
+        urls = [stack.enter_context(_server(model_path, setup)) for setup in chosen]
+        bar = stack.enter_context(tqdm(total=len(chosen) * load.clients * load.rounds, unit="turn", file=sys.stderr))
+
+        def done(server: int, turn: Turn) -> None:
+            turns[server].append(turn)
+            bar.update()
+
+        seconds = asyncio.run(run_in_turns(urls, load, _vocab_size(urls[0]), done))
+    return [Result(setup.name, mine, spent) for setup, mine, spent in zip(chosen, turns, seconds, strict=True)]
+
+
+def _vocab_size(url: str) -> int:
+    return int(httpx.get(f"{url}/get_server_info").json()["engine"]["vocab_size"])
+
+
 def _measure(setup: Setup, url: str, load: Load) -> Result:
-    vocab = int(httpx.get(f"{url}/get_server_info").json()["engine"]["vocab_size"])
     turns: list[Turn] = []
     with tqdm(total=load.clients * load.rounds, desc=setup.name, unit="turn", file=sys.stderr) as bar:
 
@@ -199,7 +223,7 @@ def _measure(setup: Setup, url: str, load: Load) -> Result:
             turns.append(turn)
             bar.update()
 
-        seconds = asyncio.run(run_load(url, load, vocab, done))
+        seconds = asyncio.run(run_load(url, load, _vocab_size(url), done))
     return Result(setup.name, turns, seconds)
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import httpx
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     TurnOf = Callable[[int, int], Coroutine[Any, Any, None]]
 
-__all__ = ["Load", "Turn", "run_load"]
+__all__ = ["Load", "Turn", "run_in_turns", "run_load"]
 
 
 class Load(NamedTuple):
@@ -53,6 +55,42 @@ class Turn(NamedTuple):
 
 async def run_load(url: str, load: Load, vocab_size: int, done: Callable[[Turn], None]) -> float:
     """Run all conversations; returns the seconds it took. Raises httpx.HTTPError if a request fails."""
+    async with _client(url) as http:
+        turn = _turns(http, load, vocab_size, done)
+        rng = random.Random(load.seed)
+        start = time.perf_counter()
+        if load.barrier:
+            for number in range(load.rounds):
+                await _round(load, rng, turn, number)
+        else:
+            await asyncio.gather(*(_alone(load, rng, client, turn) for client in range(load.clients)))
+        return time.perf_counter() - start
+
+
+async def run_in_turns(urls: Sequence[str], load: Load, vocab_size: int, done: Callable[[int, Turn], None]) -> list[float]:
+    """Run the same conversations on several servers, each round on all of them before the next one begins.
+
+    So what else the machine does hits all alike. `done` is also told the server's index. Returns the seconds spent on each.
+    """
+    seconds = [0.0] * len(urls)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(_client(url)) for url in urls]
+        turns = [_turns(http, load, vocab_size, partial(done, i)) for i, http in enumerate(clients)]
+        rngs = [random.Random(load.seed) for _ in urls]
+        for number in range(load.rounds):
+            for i, turn in enumerate(turns):
+                start = time.perf_counter()
+                await _round(load, rngs[i], turn, number)
+                seconds[i] += time.perf_counter() - start
+    return seconds
+
+
+def _client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(600), limits=httpx.Limits(max_connections=None))
+
+
+def _turns(http: httpx.AsyncClient, load: Load, vocab_size: int, done: Callable[[Turn], None]) -> TurnOf:
+    """What makes one client's next request to a server; it remembers the conversations."""
     rng = random.Random(load.seed)
     fresh = {
         (client, turn): [
@@ -63,35 +101,27 @@ async def run_load(url: str, load: Load, vocab_size: int, done: Callable[[Turn],
     }
     histories: list[list[int]] = [[] for _ in range(load.clients)]
     slots = asyncio.Semaphore(load.parallel)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(600), limits=limits) as http:
-        start = time.perf_counter()
 
-        async def turn(client: int, number: int) -> None:
-            async with slots:
-                prompt = histories[client] + fresh[client, number]
-                result = await _ask(http, client, number, prompt, load.output_tokens)
-                histories[client] = prompt + result.output_ids
-                done(result)
+    async def turn(client: int, number: int) -> None:
+        async with slots:
+            prompt = histories[client] + fresh[client, number]
+            result = await _ask(http, client, number, prompt, load.output_tokens)
+            histories[client] = prompt + result.output_ids
+            done(result)
 
-        if load.barrier:
-            await _by_rounds(load, rng, turn)
-        else:
-            await asyncio.gather(*(_alone(load, rng, client, turn) for client in range(load.clients)))
-        return time.perf_counter() - start
+    return turn
 
 
-async def _by_rounds(load: Load, rng: random.Random, turn: TurnOf) -> None:
-    for number in range(load.rounds):
-        ready = list(range(load.clients))
-        if load.ready_queue == "random":
-            rng.shuffle(ready)
-        tasks = []
-        for client in ready:
-            tasks.append(asyncio.ensure_future(turn(client, number)))
-            if load.rate:
-                await asyncio.sleep(rng.expovariate(load.rate))
-        await asyncio.gather(*tasks)
+async def _round(load: Load, rng: random.Random, turn: TurnOf, number: int) -> None:
+    ready = list(range(load.clients))
+    if load.ready_queue == "random":
+        rng.shuffle(ready)
+    tasks = []
+    for client in ready:
+        tasks.append(asyncio.ensure_future(turn(client, number)))
+        if load.rate:
+            await asyncio.sleep(rng.expovariate(load.rate))
+    await asyncio.gather(*tasks)
 
 
 async def _alone(load: Load, rng: random.Random, client: int, turn: TurnOf) -> None:
