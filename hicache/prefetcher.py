@@ -136,6 +136,8 @@ class Prefetcher:
         )
         prefetch.batch = self._back_batch(len(keys) - 1)
         self._read_back(lease, prefetch, len(keys) - 1)
+        if prefetch.back is None:  # no room, since what was late still holds its slots
+            self._t.metrics.recomputed_tokens.labels("late").inc((len(keys) - 1) * self._t.geometry.page_size)
         return prefetch
 
     def stop(self, lease: Lease) -> None:

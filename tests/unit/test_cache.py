@@ -641,3 +641,20 @@ def test_slots_of_an_early_start_stay_with_the_copy_until_it_has_landed_whoever_
     rig.cache.release(other.lease)
     rig.settle()
     recount(rig, [])
+
+
+def test_pages_that_are_late_and_have_no_room_to_be_read_again_are_computed_and_counted() -> None:
+    store = MemoryStore(1 << 20)
+    serve(rig_of(store), list(range(9)))
+    timeout = PrefetchConfig(threshold_tokens=1, overlap_tokens=1, quota=1.0)
+    rig = Rig(CacheConfig(device_pages=16, host_pages=8, prefetch=timeout), 1, store, costs=(0.001, 1.0))
+    client = rig.open(list(range(9)))
+    rig.complete(only(rig, OpKind.PROBE))
+    rig.poll()
+    rig.clock.now += 1.0
+    assert rig.cache.admit(client.lease, 0)
+    assert client.lease.prefetch is None
+    assert value(rig, "recomputed_hit_tokens_total", reason="late") == 8
+    rig.settle()
+    assert rig.compute(client, 9)
+    recount(rig, [client])
