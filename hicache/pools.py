@@ -76,8 +76,9 @@ class SlotPool:
 class HostPool:
     """Page blobs in host memory: `data` is uint8 (num_pages, page_bytes), one mapping in huge pages where there are any.
 
-    For a GPU it lies on that GPU's NUMA node and is page-locked, in chunks of `chunk_pages` each: no copy of a GPU may cross
-    from one chunk into the next. If the system refuses, it stays pageable (`pinned` is False) and copies are slower.
+    All of it is taken at once, so that no copy pays for that and no server runs out of it later. For a GPU it lies on that
+    GPU's NUMA node and is page-locked, in chunks of `chunk_pages` each: no copy of a GPU may cross from one chunk into the
+    next. If the system refuses, it stays pageable (`pinned` is False) and copies are slower.
     Store workers read and write single pages through `page`; which slots they may touch is settled by the operation they run.
     """
 
@@ -95,6 +96,8 @@ class HostPool:
         self.pinned = False
         if (gpu := torch.device(device)).type == "cuda":
             self._pin(memory, gpu)
+        else:
+            touch(memory)
 
     @property
     def pinned_bytes(self) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import tempfile
 import time
 from functools import partial
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import GenerationMixin
 
     from engine.core import EngineCore
+    from engine.model import LoadedModel
 
 __all__ = ["engine", "overhead"]
 
@@ -63,12 +66,10 @@ def overhead(
     runs: Annotated[int, typer.Option(help="Runs a side; medians are shown.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line instead of a table.")] = False,
 ) -> None:
-    """What the cache costs when nothing is ever reused: three tiers on, against --disable-radix-cache."""
+    """What the cache costs when nothing is ever reused, tier by tier, against --disable-radix-cache."""
+    from engine.model import load_model
+
     common = {"max_total_tokens": 2 * requests * (prompt_tokens + output_tokens), "max_running_requests": requests}
-    on = _core(
-        model_path, enable_hierarchical_cache=True, hicache_storage_backend="memory", hicache_storage_size="1GB", **common
-    )
-    off = _core(model_path, disable_radix_cache=True, **common)
     serial = iter(range(10**9))
 
     def load(core: EngineCore) -> None:
@@ -76,10 +77,29 @@ def overhead(
             _ask(core, _tokens(prompt_tokens, next(serial)), output_tokens)
         _drain(core)
 
-    figures = [_turns("no reuse at all", lambda: load(on), lambda: load(off), runs)]
-    _show(iter(figures), as_json, "cache off")
-    on.close(0.0)
-    off.close(0.0)
+    with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
+        disk = {"hicache_storage_backend": "lmdb", "hicache_storage_dir": folder, "hicache_storage_size": "4GB"}
+        setups: dict[str, dict[str, object]] = {
+            "off": {"disable_radix_cache": True},
+            "device": {},
+            "+host": {"enable_hierarchical_cache": True},
+            "+disk": {"enable_hierarchical_cache": True, **disk},
+        }
+        model = load_model(model_path, "float32", "cpu")  # one for all: where weights lie alone makes some percent
+        cores = {name: _core(model_path, model, **common, **flags) for name, flags in setups.items()}
+        for core in cores.values():
+            load(core)
+        seconds: dict[str, list[float]] = {name: [] for name in cores}
+        for turn in range(runs):
+            for name in islice(cycle(cores), turn % len(cores), turn % len(cores) + len(cores)):  # nobody always comes first
+                seconds[name].append(_seconds(partial(load, cores[name])))
+        _show(
+            (_figure(f"no reuse, {name}", seconds[name], seconds["off"]) for name in cores if name != "off"),
+            as_json,
+            "cache off",
+        )
+        for core in cores.values():
+            core.close(0.0)
 
 
 def _against_transformers(model_path: str, prompt_tokens: int, contexts: list[int], runs: int) -> Iterator[Figure]:
@@ -153,11 +173,11 @@ def _decode_s(core: EngineCore, prompts: list[list[int]]) -> float:
     return _seconds(partial(_drain, core)) / (DECODED - 1)
 
 
-def _core(model_path: str, **flags: object) -> EngineCore:
+def _core(model_path: str, model: LoadedModel | None = None, **flags: object) -> EngineCore:
     from engine.config import load_config
     from engine.core import EngineCore
 
-    return EngineCore(load_config({"model_path": model_path, "dtype": "float32", "device": "cpu", **flags}))
+    return EngineCore(load_config({"model_path": model_path, "dtype": "float32", "device": "cpu", **flags}), model)
 
 
 def _tokens(count: int, seed: int) -> list[int]:
