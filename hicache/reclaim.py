@@ -189,19 +189,29 @@ class Reclaimer:
     def host_room(self, need: int) -> int:
         """Make up to `need` host slots free, without waiting; returns how many of `need` are."""
         t = self._t
-        if t.host.free < need:
+        if self._spare_mirrors:
             self._drop_mirrors(need)
         while t.host.free + t.coming_host < need:
             node = t.tree.host_order.pick(self._host_idle)
             if node is None:
                 break
             self._demote_from_host(node, need - t.host.free - t.coming_host)
+        self._drop_mirrors(need)
         return min(need, t.host.free)
+
+    @property
+    def _spare_mirrors(self) -> bool:
+        """Whether mirrors are the first to go. Not where the policy copies down what is on the device, and only the host keeps it
+        and has room for all of it: a page that lost its mirror is copied again before it leaves, while somebody waits."""
+        t = self._t
+        return t.worker is not None or t.rules.backup_hits is None or t.host.capacity < t.device.capacity
 
     def _drop_mirrors(self, need: int) -> None:
         """Give up host copies of pages that are on the device, youngest first: the old ones will be needed sooner."""
         t = self._t
         lacking = need - t.host.free
+        if lacking <= 0:
+            return
         busy: list[int] = []
         gone: list[int] = []
         while len(gone) < lacking and t.mirrors and len(busy) < MOST_BUSY:

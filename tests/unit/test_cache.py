@@ -233,6 +233,17 @@ def test_mirrors_make_room_when_the_host_pool_is_the_smaller_one() -> None:
     assert value(rig, "dropped_pages_total", reason="backup_declined") == 0
 
 
+def test_a_full_host_copies_each_page_once_and_lets_no_step_wait() -> None:
+    rig = rig_of(device_pages=8, host_pages=16)
+    for first in range(12):
+        client = active(rig, [first, 8, 9, 9])
+        assert rig.compute(client, 4), "room on the device had to be waited for"
+        rig.settle()
+        rig.cache.release(client.lease)
+    assert value(rig, "transfer_pages_total", op="backup") == 12 * 4
+    assert value(rig, "evicted_pages_total", tier="host") == 12 * 4 - 16
+
+
 def test_each_hit_counts_for_the_tier_its_page_was_in_at_arrival() -> None:
     store = MemoryStore(1 << 20)
     serve(rig_of(store), list(range(9)))
