@@ -201,8 +201,11 @@ class Reclaimer:
 
     @property
     def _spare_mirrors(self) -> bool:
-        """Whether mirrors are the first to go. Not where the policy copies down what is on the device, and only the host keeps it
-        and has room for all of it: a page that lost its mirror is copied again before it leaves, while somebody waits."""
+        """Whether mirrors are the first to go.
+
+        Not where the policy copies down what is on the device, and only the host keeps it and has room for all of it: a page
+        that lost its mirror is copied again before it leaves, while somebody waits.
+        """
         t = self._t
         return t.worker is not None or t.rules.backup_hits is None or t.host.capacity < t.device.capacity
 
