@@ -23,7 +23,7 @@ LEAST_TOKENS = 32
 FORGET_COMPUTE, FORGET_MOVES = 0.98, 0.8
 """What is moved is forgotten sooner: a disk or a network changes its speed, a processor does not."""
 RETRY_S = 30.0
-"""A store that was slow is tried again after this long."""
+"""A tier that was slow is tried again after this long: while it isn't used, nothing new is learnt of it."""
 
 
 class ComputeRates(NamedTuple):
@@ -57,7 +57,7 @@ class Planner:
         self._compute = RunningCost(3, FORGET_COMPUTE)  # of steps, positions, tokens
         self._read = RunningCost(2, FORGET_MOVES)  # of calls of the store, pages
         self._load = RunningCost(2, FORGET_MOVES)  # of copies, pages
-        self._read_at = 0.0
+        self._read_at = self._load_at = 0.0
 
     def observe_compute(self, chunks: list[tuple[int, int]], seconds: float) -> None:
         """Learn from a step that computed `chunks` of (first position, tokens) in `seconds`."""
@@ -73,6 +73,7 @@ class Planner:
     def observe_load(self, pages: int, seconds: float) -> None:
         """Learn from a copy of `pages` pages from host to device that took `seconds`."""
         self._load.observe((1.0, pages), seconds)
+        self._load_at = self._clock()
 
     def compute_s(self, start: int, tokens: int) -> float | None:
         """Seconds to compute positions [start, start + tokens) in one step; None while nothing is known."""
@@ -90,8 +91,10 @@ class Planner:
         return call_s / page_s if page_s else 0.0
 
     def load_s(self, pages: int) -> float | None:
-        """Seconds to copy `pages` pages to the device; None while nothing is known."""
-        return self._load.seconds((1.0, pages)) if self._load.known else None
+        """Seconds to copy `pages` pages to the device; None while nothing is known, or what is known is old."""
+        if not self._load.known or self._clock() - self._load_at > RETRY_S:
+            return None
+        return self._load.seconds((1.0, pages))
 
     def load_pays(self, start: int, tokens: int, pages: int) -> bool:
         """Whether copying `pages` host pages beats computing their `tokens` tokens at `start`. Yes, until known better."""
