@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hicache.transfer.operation import CopyOp, Operation, OpKind, OpState
+from hicache.transfer.priority import give_way
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,7 +53,7 @@ class ThreadCopier:
         self._completions = completions
         self._queues: dict[OpKind, SimpleQueue[CopyOp | None]] = {OpKind.BACKUP: SimpleQueue(), OpKind.LOAD_BACK: SimpleQueue()}
         self._threads = [
-            threading.Thread(target=self._work, args=(queue,), name=f"hicache-{kind}", daemon=True)
+            threading.Thread(target=self._work, args=(kind, queue), name=f"hicache-{kind}", daemon=True)
             for kind, queue in self._queues.items()
         ]
         for thread in self._threads:
@@ -70,7 +71,9 @@ class ThreadCopier:
             thread.join()
         self._threads.clear()
 
-    def _work(self, queue: SimpleQueue[CopyOp | None]) -> None:
+    def _work(self, kind: OpKind, queue: SimpleQueue[CopyOp | None]) -> None:
+        if kind is OpKind.BACKUP:
+            give_way()
         while (op := queue.get()) is not None:
             try:
                 if op.kind is OpKind.BACKUP:

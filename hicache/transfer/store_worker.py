@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from hicache.transfer.operation import Operation, OpState, PrefetchOp, ProbeOp, StoreOp
+from hicache.transfer.priority import give_way
 from storage.base import GetOutcome, PageRecord
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ class StoreWorker:
         self._threads: list[threading.Thread] = []
         for op_type in (StoreOp, PrefetchOp, ProbeOp):
             queue = self._queues[op_type] = SimpleQueue()
-            thread = threading.Thread(target=self._work, args=(queue,), name=f"hicache-{op_type.__name__.lower()}", daemon=True)
+            thread = threading.Thread(
+                target=self._work, args=(op_type, queue), name=f"hicache-{op_type.__name__.lower()}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -104,7 +107,9 @@ class StoreWorker:
             thread.join(CLOSE_S)
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _work(self, queue: SimpleQueue[Operation | None]) -> None:
+    def _work(self, op_type: type[Operation], queue: SimpleQueue[Operation | None]) -> None:
+        if op_type is StoreOp:
+            give_way()
         while (op := queue.get()) is not None:
             self._access.run(op)
             self._completions.put(op)
