@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from engine.config import ServeConfig
 from engine.core import EngineCore
 from engine.messages import GenerateRequest, RequestFailed, SamplingParams, TokensOut
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
     from engine.messages import TokenLogprobs
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "prompts", "small_tiers"]
 
 STEPS = 20_000
 
@@ -89,3 +91,24 @@ class Driver:
     def close(self) -> None:
         """Write down and release everything."""
         self.core.close(10.0)
+
+
+def prompts() -> list[list[int]]:
+    """Conversations that share a beginning, fork, and outgrow a small pool together."""
+    rng = np.random.default_rng(5)
+    system = rng.integers(3, 259, 30).tolist()
+    return [system + rng.integers(3, 259, length).tolist() for length in (5, 40, 33, 61, 18, 50)]
+
+
+def small_tiers(store: Path) -> dict[str, Any]:
+    """Flags of tiers so small that `prompts` go through all of them; the disk is waited for."""
+    return {
+        "enable_hierarchical_cache": True,
+        "max_total_tokens": 128,
+        "hicache_ratio": 1.5,
+        "hicache_storage_backend": "lmdb",
+        "hicache_storage_dir": str(store),
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": '{"prefetch_threshold": 1}',
+        "chunked_prefill_size": 16,
+    }

@@ -6,7 +6,6 @@ Both sides load the same model into this process and take turns, run by run, so 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -16,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from engine.cli.in_process import answer, ask, drain, make_core, random_tokens
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from transformers import GenerationMixin
 
     from engine.core import EngineCore
-    from engine.model import LoadedModel
 
 __all__ = ["engine", "overhead"]
 
@@ -74,8 +74,8 @@ def overhead(
 
     def load(core: EngineCore) -> None:
         for _ in range(requests):
-            _ask(core, _tokens(prompt_tokens, next(serial)), output_tokens)
-        _drain(core)
+            ask(core, random_tokens(prompt_tokens, next(serial)), output_tokens)
+        drain(core)
 
     with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
         disk = {"hicache_storage_backend": "lmdb", "hicache_storage_dir": folder, "hicache_storage_size": "4GB"}
@@ -86,7 +86,7 @@ def overhead(
             "+disk": {"enable_hierarchical_cache": True, **disk},
         }
         model = load_model(model_path, "float32", "cpu")  # one for all: where weights lie alone makes some percent
-        cores = {name: _core(model_path, model, **common, **flags) for name, flags in setups.items()}
+        cores = {name: make_core(model_path, model, **common, **flags) for name, flags in setups.items()}
         for core in cores.values():
             load(core)
         seconds: dict[str, list[float]] = {name: [] for name in cores}
@@ -113,14 +113,16 @@ def _against_transformers(model_path: str, prompt_tokens: int, contexts: list[in
     assert source.gguf_file is None, "the model's folder in the cache could not be written"
     hf = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
     hf.train(False)
-    core = _core(model_path, disable_radix_cache=True, max_total_tokens=max(8192, 2 * max(contexts)), chunked_prefill_size=8192)
-    prompt = torch.tensor([_tokens(prompt_tokens, 1)])
+    core = make_core(
+        model_path, disable_radix_cache=True, max_total_tokens=max(8192, 2 * max(contexts)), chunked_prefill_size=8192
+    )
+    prompt = torch.tensor([random_tokens(prompt_tokens, 1)])
 
     @torch.inference_mode()
     def forward() -> None:
         hf(prompt, logits_to_keep=1)
 
-    yield _turns(f"prefill {prompt_tokens}", lambda: _answer(core, prompt[0].tolist(), 1), forward, runs)
+    yield _turns(f"prefill {prompt_tokens}", lambda: answer(core, prompt[0].tolist(), 1), forward, runs)
     for context in contexts:
         yield _decode(core, hf, context, runs)
     yield _batch(core, 8, runs)
@@ -142,7 +144,7 @@ def _decode(core: EngineCore, hf: GenerationMixin, context: int, runs: int) -> F
             self.times.append(time.perf_counter())
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    tokens = _tokens(context, context)
+    tokens = random_tokens(context, context)
     prompt = torch.tensor([tokens])
 
     @torch.inference_mode()
@@ -160,7 +162,7 @@ def _decode(core: EngineCore, hf: GenerationMixin, context: int, runs: int) -> F
 
 def _batch(core: EngineCore, batch: int, runs: int) -> Figure:
     """Seconds in which `batch` requests decode a token each, together and one after the other, at 128 tokens of context."""
-    prompts = [_tokens(128, seed) for seed in range(batch)]
+    prompts = [random_tokens(128, seed) for seed in range(batch)]
     pairs = [(_decode_s(core, prompts), batch * _decode_s(core, prompts[:1])) for _ in range(runs)]
     return _figure(f"decode of {batch} at once against one by one", [pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
@@ -168,42 +170,9 @@ def _batch(core: EngineCore, batch: int, runs: int) -> Figure:
 def _decode_s(core: EngineCore, prompts: list[list[int]]) -> float:
     """Seconds of a decode step of these requests, after one step that computes all prompts."""
     for prompt in prompts:
-        _ask(core, prompt, DECODED)
+        ask(core, prompt, DECODED)
     core.step()
-    return _seconds(partial(_drain, core)) / (DECODED - 1)
-
-
-def _core(model_path: str, model: LoadedModel | None = None, **flags: object) -> EngineCore:
-    from engine.config import load_config
-    from engine.core import EngineCore
-
-    return EngineCore(load_config({"model_path": model_path, "dtype": "float32", "device": "cpu", **flags}), model)
-
-
-def _tokens(count: int, seed: int) -> list[int]:
-    import random
-
-    rng = random.Random(seed)
-    return [rng.randrange(1000, 40000) for _ in range(count)]
-
-
-def _ask(core: EngineCore, prompt: list[int], output_tokens: int) -> None:
-    from engine.messages import GenerateRequest, SamplingParams
-
-    sampling = SamplingParams(max_new_tokens=output_tokens, temperature=0, ignore_eos=True)
-    refusal = core.add(GenerateRequest(os.urandom(8).hex(), prompt, sampling))
-    assert refusal is None, refusal
-
-
-def _drain(core: EngineCore) -> None:
-    while not core.idle:
-        if core.step() is None:
-            core.cache.wait(0.001)
-
-
-def _answer(core: EngineCore, prompt: list[int], output_tokens: int) -> None:
-    _ask(core, prompt, output_tokens)
-    _drain(core)
+    return _seconds(partial(drain, core)) / (DECODED - 1)
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -16,6 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+
+from engine.cli.in_process import answer, make_core, random_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +56,7 @@ def overlap(
 ) -> None:
     """Time to first token when the history is on a slow disk: computed, read, or front computed while the back is read."""
     with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
-        history = _tokens(tokens, 0)
+        history = random_tokens(tokens, 0)
         with _engine(model_path, folder, tokens, OVERLAPS, 0.0) as core:
             _ttft(core, history)
             compute_s = statistics.median(_ttft(core, history, cache_salt=f"again {run}") for run in range(runs))
@@ -94,15 +95,9 @@ def _figure(
 @contextmanager
 def _engine(model_path: str, folder: str, tokens: int, policy: str, page_s: float) -> Iterator[EngineCore]:
     """An engine whose store takes `page_s` seconds longer for each page that is read."""
-    from engine.config import load_config
-    from engine.core import EngineCore
-
     fault = {"kind": "slow", "every": 1, "method": "get_many", "page_seconds": page_s}
     extra = {"prefetch_timeout_base": 1e6, "faults": {"faults": [fault] if page_s else []}}
     flags: dict[str, Any] = {
-        "model_path": model_path,
-        "dtype": "float32",
-        "device": "cpu",
         "max_total_tokens": 2 * tokens,
         "enable_hierarchical_cache": True,
         "hicache_ratio": 2.0,
@@ -111,7 +106,7 @@ def _engine(model_path: str, folder: str, tokens: int, policy: str, page_s: floa
         "hicache_storage_prefetch_policy": policy,
         "hicache_storage_backend_extra_config": json.dumps(extra),
     }
-    core = EngineCore(load_config(flags))
+    core = make_core(model_path, **flags)
     try:
         yield core
     finally:
@@ -133,16 +128,9 @@ def _settle(core: EngineCore) -> None:
 
 
 def _ttft(core: EngineCore, prompt: list[int], cache_salt: str = "") -> float:
-    from engine.messages import GenerateRequest, SamplingParams
-
     _settle(core)
     begun_s = time.perf_counter()
-    sampling = SamplingParams(max_new_tokens=1, temperature=0, ignore_eos=True)
-    refusal = core.add(GenerateRequest(os.urandom(8).hex(), prompt, sampling, cache_salt=cache_salt))
-    assert refusal is None, refusal
-    while not core.idle:
-        if core.step() is None:
-            core.cache.wait(0.002)
+    answer(core, prompt, 1, cache_salt)
     return time.perf_counter() - begun_s
 
 
@@ -153,15 +141,8 @@ def _met(core: EngineCore) -> tuple[float, float]:
     return planned, computed
 
 
-def _tokens(count: int, seed: int) -> list[int]:
-    import random
-
-    rng = random.Random(seed)
-    return [rng.randrange(1000, 40000) for _ in range(count)]
-
-
 def _suffix(seed: int) -> list[int]:
-    return _tokens(SUFFIX_TOKENS, seed)
+    return random_tokens(SUFFIX_TOKENS, seed)
 
 
 def _show(figure: Figure, as_json: bool, first: bool) -> None:

@@ -5,23 +5,15 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 
 from tests.cuda import needs_cuda, needs_flashinfer
-from tests.engine_driver import Driver
+from tests.engine_driver import Driver, prompts, small_tiers
 from tests.models import make_tiny_model
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def prompts() -> list[list[int]]:
-    """Conversations that share a beginning and outgrow a small pool together."""
-    rng = np.random.default_rng(5)
-    system = rng.integers(3, 259, 30).tolist()
-    return [system + rng.integers(3, 259, length).tolist() for length in (5, 40, 33, 61, 18, 50)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
@@ -32,20 +24,8 @@ def test_tokens_are_those_of_a_cpu_whatever_tier_the_pages_were_in(family, io_ba
     alone = Driver(model, disable_radix_cache=True)
     expected = [alone.answer(prompt) for prompt in asked]
     alone.close()
-    tiers = {
-        "device": device,
-        "dtype": "float32",
-        "enable_hierarchical_cache": True,
-        "hicache_io_backend": io_backend,
-        "max_total_tokens": 128,
-        "hicache_ratio": 1.5,
-        "hicache_storage_backend": "lmdb",
-        "hicache_storage_dir": str(tmp_path / "store"),
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend_extra_config": '{"prefetch_threshold": 1}',
-        "chunked_prefill_size": 16,
-    }
-    gpu = Driver(model, **tiers)
+    tiers = small_tiers(tmp_path / "store")
+    gpu = Driver(model, device=device, dtype="float32", hicache_io_backend=io_backend, **tiers)
     for _ in range(3):
         assert [gpu.answer(prompt) for prompt in asked] == expected
     hits = gpu.stats()["hicache_hit_tokens_total"]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine_driver import Driver
+from tests.engine_driver import Driver, prompts, small_tiers
 from tests.models import make_tiny_model
 
 if TYPE_CHECKING:
@@ -18,13 +17,6 @@ if TYPE_CHECKING:
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3_text", "gpt_oss")
 ANSWER = 8
 POLICIES = ("write_through", "write_through_selective", "write_back")
-
-
-def prompts() -> list[list[int]]:
-    """Conversations that share a beginning, fork, and outgrow a small pool together."""
-    rng = np.random.default_rng(5)
-    system = rng.integers(3, 259, 30).tolist()
-    return [system + rng.integers(3, 259, length).tolist() for length in (5, 40, 33, 61, 18, 50)]
 
 
 def reference(model: Path, asked: list[list[int]]) -> list[list[int]]:
@@ -55,16 +47,7 @@ def test_tokens_are_the_same_without_the_cache_with_it_and_from_disk(model: Path
     assert off.stats()["hicache_hit_tokens_total"] == {"device": 0, "host": 0, "disk": 0}
     off.close()
 
-    tiers = {
-        "enable_hierarchical_cache": True,
-        "max_total_tokens": 128,
-        "hicache_ratio": 1.5,
-        "hicache_storage_backend": "lmdb",
-        "hicache_storage_dir": str(tmp_path / "store"),
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend_extra_config": '{"prefetch_threshold": 1}',
-        "chunked_prefill_size": 16,
-    }
+    tiers = small_tiers(tmp_path / "store")
     on = Driver(model, **tiers)
     for _ in range(3):
         assert [on.answer(prompt) for prompt in asked] == expected
