@@ -188,15 +188,16 @@ class Reclaimer:
 
     def host_room(self, need: int) -> int:
         """Make up to `need` host slots free, without waiting; returns how many of `need` are."""
-        t = self._t
-        if self._spare_mirrors:
+        t, mirrors_first = self._t, self._spare_mirrors
+        if mirrors_first:
             self._drop_mirrors(need)
         while t.host.free + t.coming_host < need:
             node = t.tree.host_order.pick(self._host_idle)
             if node is None:
                 break
             self._demote_from_host(node, need - t.host.free - t.coming_host)
-        self._drop_mirrors(need)
+        if not mirrors_first:
+            self._drop_mirrors(need)
         return min(need, t.host.free)
 
     @property

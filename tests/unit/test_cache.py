@@ -461,14 +461,20 @@ def test_who_ends_while_its_back_is_read_leaves_nothing_behind(end: str) -> None
     recount(rig, [client] if end == "suspend" else [])
 
 
-def test_pages_that_are_late_go_on_from_the_back() -> None:
+def reading_from_disk(host_pages: int) -> tuple[Rig, Client]:
+    """A request whose first eight pages are being read, for which it waits as long as the planner thinks right."""
     store = MemoryStore(1 << 20)
     serve(rig_of(store), list(range(9)))
     timeout = PrefetchConfig(threshold_tokens=1, overlap_tokens=1, quota=1.0)
-    rig = Rig(CacheConfig(device_pages=16, host_pages=16, prefetch=timeout), 1, store, costs=(0.001, 1.0))
+    rig = Rig(CacheConfig(device_pages=16, host_pages=host_pages, prefetch=timeout), 1, store, costs=(0.001, 1.0))
     client = rig.open(list(range(9)))
     rig.complete(only(rig, OpKind.PROBE))
     rig.poll()
+    return rig, client
+
+
+def test_pages_that_are_late_go_on_from_the_back() -> None:
+    rig, client = reading_from_disk(host_pages=16)
     (late,) = reads(rig)
     assert not rig.cache.ready(client.lease)
     rig.clock.now += 1.0
@@ -655,13 +661,7 @@ def test_slots_of_an_early_start_stay_with_the_copy_until_it_has_landed_whoever_
 
 
 def test_pages_that_are_late_and_have_no_room_to_be_read_again_are_computed_and_counted() -> None:
-    store = MemoryStore(1 << 20)
-    serve(rig_of(store), list(range(9)))
-    timeout = PrefetchConfig(threshold_tokens=1, overlap_tokens=1, quota=1.0)
-    rig = Rig(CacheConfig(device_pages=16, host_pages=8, prefetch=timeout), 1, store, costs=(0.001, 1.0))
-    client = rig.open(list(range(9)))
-    rig.complete(only(rig, OpKind.PROBE))
-    rig.poll()
+    rig, client = reading_from_disk(host_pages=8)
     rig.clock.now += 1.0
     assert rig.cache.admit(client.lease, 0)
     assert client.lease.prefetch is None
