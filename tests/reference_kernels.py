@@ -88,6 +88,7 @@ class _Kernel:
         if self._held is None:
             self._arrays = arrays
         else:
+            assert self._rows is not None
             assert count == self._sequences
             assert tables.rows <= self._rows
             for held, array in zip(self._held, arrays, strict=True):
