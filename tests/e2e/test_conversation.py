@@ -32,7 +32,7 @@ class Conversation:
 
     def turn(self, question: str) -> str:
         self.messages.append({"role": "user", "content": question})
-        answer = self.client.chat.completions.create(model="smollm2", messages=self.messages, max_tokens=24, temperature=0)
+        answer = self.client.chat.completions.create(model="smollm2", messages=self.messages, max_tokens=10, temperature=0)
         text = answer.choices[0].message.content
         self.messages.append({"role": "assistant", "content": text})
         self.usages.append(answer.usage)
