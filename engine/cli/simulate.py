@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple, get_args
 import typer
 from tqdm import tqdm
 
-from hicache.advice import NEAR, advise
 from hicache.belady import belady_hits
 from hicache.config import EvictionPolicy, StorageAdmission, WritePolicy
 from hicache.errors import ConfigError
 from hicache.metrics import TIERS
-from hicache.simulate import Outcome, Sizes, replay
 from hicache.traces import read_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hicache.simulate import Outcome, Sizes
     from hicache.traces import Trace
 
 __all__ = ["Rates", "Row", "rows", "simulate"]
@@ -81,6 +80,8 @@ def rows(
     trace: Trace, grid: list[tuple[Sizes, EvictionPolicy]], write_policy: WritePolicy, admission: StorageAdmission, rates: Rates
 ) -> Iterator[Row]:
     """Replay every configuration; yields rows as they come."""
+    from hicache.simulate import replay
+
     optimum: dict[tuple[int, int], float] = {}
     for sizes, eviction in grid:
         bound = (sum(sizes), sizes.device)
@@ -133,6 +134,8 @@ def simulate(
 
 def _grid(device: str, host: str, disk: str, eviction: str) -> list[tuple[Sizes, EvictionPolicy]]:
     """Every combination. Raises ConfigError."""
+    from hicache.simulate import Sizes
+
     sizes = [_numbers(device, "--device-blocks", 1), _numbers(host, "--host-blocks", 0), _numbers(disk, "--disk-blocks", 0)]
     policies = []
     for name in eviction.split(","):
@@ -179,6 +182,8 @@ def _print_table(done: list[Row]) -> None:
 
 
 def _print_advice(trace: Trace, done: list[Row], rates: Rates) -> None:
+    from hicache.advice import NEAR, advise
+
     with tqdm(desc="advice", disable=None) as progress:
         advice = advise(trace, min(row.sizes.device for row in done), done[0].eviction, progress.update)
     device, host, disk = (

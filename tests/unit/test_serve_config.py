@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,6 +144,11 @@ def test_help_names_every_flag_in_full():
     assert result.exit_code == 0
     missing = [name for name in ServeConfig.__struct_fields__ if flag_of(name) not in result.output]
     assert missing == []
+
+
+def test_the_command_line_loads_no_torch():
+    loaded = "import sys, engine.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded], timeout=60, check=False).returncode == 0
 
 
 def test_an_unknown_flag_is_refused():
