@@ -6,6 +6,7 @@ scheduler. What was compiled is kept and copied, so `n` answers, or the next req
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from engine.tokenizer import Tokenizer
 
 __all__ = ["Compiled", "GrammarState", "Grammars"]
+
+logger = logging.getLogger(__name__)
 
 KEPT = 128
 """Compiled grammars kept for later requests."""
@@ -120,7 +123,8 @@ class Grammars:
             elif isinstance(error, RequestRefused):
                 yield Compiled(message, None, str(error))
             else:
-                raise error
+                logger.error("a grammar could not be compiled", exc_info=error)
+                yield Compiled(message, None, f"the grammar can't be compiled: {type(error).__name__}")
 
     def close(self) -> None:
         """End the thread."""

@@ -90,7 +90,8 @@ class Tokenizer:
         self.has_chat_template: bool = bool(inner.chat_template)
         self.longest_token_chars: int = max(map(len, inner.get_vocab()), default=1)
         self.chat_template = _template_text(inner.chat_template)
-        self._special = frozenset(int(i) for i in inner.all_special_ids)
+        named, added = inner.all_special_ids, inner.added_tokens_decoder
+        self.special_ids = frozenset({*map(int, named), *(int(i) for i, token in added.items() if token.special)})
         self.token_bytes = functools.lru_cache(maxsize=65536)(self._token_bytes)
 
     def encode(self, text: str) -> list[int]:
@@ -148,7 +149,7 @@ class Tokenizer:
     def _token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; of half a character too."""
         piece = self._inner.convert_ids_to_tokens(token_id)
-        if not isinstance(piece, str) or token_id in self._special:
+        if not isinstance(piece, str) or token_id in self.special_ids:
             return self.decode([token_id], skip_special_tokens=False).encode()
         if match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
             return bytes([int(match[1], 16)])

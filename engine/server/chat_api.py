@@ -71,7 +71,7 @@ async def encode_chat(service: Service, body: ChatBody) -> list[int]:
         return service.tokenizer.encode_chat(messages, options=options, continue_final_message=body.continue_final_message)
 
     text = "".join(message["content"] for message in messages)
-    return await service.tokenize(text, encode, param="messages")
+    return await service.tokenize(text, encode, param="messages", parts=len(messages) + len(body.offered))
 
 
 async def _pin(service: Service, body: ChatBody, ids: list[int]) -> PinHint | None:

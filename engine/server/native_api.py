@@ -91,17 +91,19 @@ class _Order:
         self.body = body
         self.routing_key = body.routing_key or routing_key
         self.start_s = time.perf_counter()
-        self.jobs = list(self._jobs(prompts))
+        self.jobs = self._jobs(prompts)
         self.single = not body.is_batch and len(self.jobs) == 1
 
     def _jobs(self, prompts: list[list[int]]) -> list[Job]:
+        """One job a sequence. Raises ApiError for more than can be queued, before any is made."""
         jobs = []
+        self.service.check_room(sum(params.n for params in self.body.params))
         for index, (ids, params) in enumerate(zip(prompts, self.body.params, strict=True)):
-            budget = self.service.answer_budget(len(ids), params.max_new_tokens, param="input")
+            sampling = params.sampling(self.service.answer_budget(len(ids), params.max_new_tokens, param="input"))
             rid = self._rid(index, len(prompts))
             for sibling in range(params.n):
                 name = rid if params.n == 1 else f"{rid}-{sibling}"
-                jobs.append(self._job(name, ids, params, budget, sibling, index))
+                jobs.append(self._job(name, ids, params, sampling, sibling, index))
         return jobs
 
     def _rid(self, index: int, count: int) -> str:
@@ -111,8 +113,7 @@ class _Order:
         rid = given or uuid.uuid4().hex
         return rid if count == 1 else f"{rid}-{index}"
 
-    def _job(self, rid: str, ids: list[int], params: NativeSampling, budget: int, sibling: int, index: int) -> Job:
-        sampling = params.sampling(budget)
+    def _job(self, rid: str, ids: list[int], params: NativeSampling, sampling: SamplingParams, sibling: int, index: int) -> Job:
         if sampling.seed is not None and sibling:
             sampling = msgspec.structs.replace(sampling, seed=(sampling.seed + sibling) & (2**63 - 1))
         body = self.body
@@ -199,7 +200,7 @@ def _split(cached: CachedTokens) -> CachedSplit:
 @router.post("/generate")
 async def generate(body: GenerateBody, request: Request, service: ServiceDep, routing_key: RoutingKey = "") -> Response:
     """Generate from text or token ids, one prompt or a batch, whole or as a stream of growing texts."""
-    prompts = [await service.encode(prompt, param="input") for prompt in body.prompts]
+    prompts = await service.encode_all(body.prompts, param="input")
     order = _Order(service, body, prompts, routing_key)
     service.admit(order.jobs)
     if body.stream:
@@ -224,7 +225,7 @@ async def _events(order: _Order) -> AsyncGenerator[bytes, None]:
 async def tokenize(body: TokenizeBody, service: ServiceDep) -> Response:
     """Turn text into token ids."""
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    ids = [await service.encode(text, param="prompt") for text in texts]
+    ids = await service.encode_all(texts, param="prompt")
     counts = [len(one) for one in ids]
     single = isinstance(body.prompt, str)
     return json_response(
@@ -243,8 +244,7 @@ async def detokenize(body: DetokenizeBody, service: ServiceDep) -> Response:
     lists = (
         [item for item in body.tokens if isinstance(item, list)] if batch else [[i for i in body.tokens if isinstance(i, int)]]
     )
-    checked = [await service.encode(ids, param="tokens") for ids in lists]
-    texts = [service.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in checked]
+    texts = [await service.decode(ids, skip_special_tokens=body.skip_special_tokens, param="tokens") for ids in lists]
     return json_response({"text": texts if batch else texts[0]})
 
 

@@ -31,7 +31,7 @@ router = APIRouter(tags=["openai"])
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request, service: ServiceDep, routing_key: RoutingKey = "") -> Response:
     """Complete prompts, whole or as a stream."""
-    prompts = [await service.encode(prompt, param="prompt") for prompt in body.prompts]
+    prompts = await service.encode_all(body.prompts, param="prompt")
     if not prompts:
         raise ApiError(400, "prompt is empty", param="prompt")
     asked_tokens = 16 if body.max_tokens is None else body.max_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,7 +16,7 @@ from engine.server.values import as_stops
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.messages import PinHint
+    from engine.messages import PinHint, SamplingParams
     from engine.server.responses import Usage
     from engine.server.schemas import OpenAIBody
     from engine.server.service import Answer, Piece, Service
@@ -42,10 +43,16 @@ class Order:
         """Answers a prompt."""
         return self.body.n or 1
 
-    @property
+    @cached_property
     def jobs(self) -> list[Job]:
-        """One job a sequence."""
+        """One job a sequence. Raises ApiError for more than can be queued, before any is made."""
+        self.service.check_room(len(self.prompts) * self.n)
         return [self._job(ids, p * self.n + i, i) for p, ids in enumerate(self.prompts) for i in range(self.n)]
+
+    @cached_property
+    def _sampling(self) -> SamplingParams:
+        """How the first answer to each prompt is sampled."""
+        return self.body.sampling(self.max_new_tokens)
 
     def usage(self, answers: Sequence[Answer]) -> Usage:
         """Tokens of all sequences; a prompt and what was reused of it count once."""
@@ -60,8 +67,7 @@ class Order:
         return usage_of(prompt_tokens, completion_tokens, cached, by_tier=self.service.config.enable_cache_report)
 
     def _job(self, ids: list[int], index: int, sibling: int) -> Job:
-        body = self.body
-        sampling = body.sampling(self.max_new_tokens)
+        body, sampling = self.body, self._sampling
         if sampling.seed is not None and sibling:  # the same seed would give the same answer n times
             sampling = msgspec.structs.replace(sampling, seed=_next_seed(sampling.seed, sibling))
         request = GenerateRequest(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from engine.client import EngineClient, EngineError
 from engine.messages import CachedTokens
@@ -25,8 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "Job", "Piece", "Service", "collect", "merge"]
 
+T = TypeVar("T")
+
 LONG_TEXT_CHARS = 2000
 """Longer texts are tokenised off the event loop: half a millisecond or more."""
+PART_CHARS = 100
+"""What a message or a tool costs to bring into a chat's text, in characters to tokenise."""
 MAX_LONG_TEXTS = 256
 """Long texts that may wait for the tokenizer."""
 
@@ -83,26 +89,44 @@ class Service:
             raise ApiError(400, f"token id {bad} is not in the vocabulary of {self.tokenizer.vocab_size}", param=param)
         return prompt
 
-    async def tokenize(self, text: str, encode: Callable[[], list[int]], *, param: str) -> list[int]:
+    async def encode_all(self, prompts: Sequence[str | list[int]], *, param: str) -> list[list[int]]:
+        """Ids of many prompts; between two of them others have their turn. Raises ApiError."""
+        ids = []
+        for prompt in prompts:
+            ids.append(await self.encode(prompt, param=param))
+            await asyncio.sleep(0)
+        return ids
+
+    async def decode(self, ids: list[int], *, skip_special_tokens: bool, param: str) -> str:
+        """Text of ids. Raises ApiError."""
+        known = await self.encode(ids, param=param)
+        decode = partial(self.tokenizer.decode, known, skip_special_tokens=skip_special_tokens)
+        return await self._aside(decode) if len(ids) >= LONG_TEXT_CHARS else decode()
+
+    async def tokenize(self, text: str, encode: Callable[[], list[int]], *, param: str, parts: int = 0) -> list[int]:
         """Run `encode`, in a thread if `text` is long; one that can't fit into the context is not even tokenised.
 
-        Raises ApiError.
+        parts: messages and tools that the text is made of. Raises ApiError.
         """
         try:
-            if len(text) < LONG_TEXT_CHARS:
+            if len(text) + parts * PART_CHARS < LONG_TEXT_CHARS:
                 return encode()
             least_tokens = len(text) // self.tokenizer.longest_token_chars
             if least_tokens > self.context_length:
                 raise too_long(least_tokens, 0, self.context_length, param=param)
-            if self._long_texts >= MAX_LONG_TEXTS:
-                raise overloaded()
-            self._long_texts += 1
-            try:
-                return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
-            finally:
-                self._long_texts -= 1
+            return await self._aside(encode)
         except RequestRefused as error:
             raise ApiError(400, str(error), param=param) from error
+
+    async def _aside(self, work: Callable[[], T]) -> T:
+        """Do what takes long in the tokenizer's thread. Raises ApiError if too much waits for it."""
+        if self._long_texts >= MAX_LONG_TEXTS:
+            raise overloaded()
+        self._long_texts += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+        finally:
+            self._long_texts -= 1
 
     def answer_budget(self, prompt_tokens: int, asked_tokens: int | None, *, param: str) -> int:
         """Most tokens of an answer: what was asked for, or all that fits. Raises ApiError if it doesn't fit."""
@@ -113,19 +137,23 @@ class Service:
             raise too_long(prompt_tokens, asked_tokens or 0, self.context_length, param=param)
         return room if asked_tokens is None else asked_tokens
 
+    def check_room(self, sequences: int) -> None:
+        """Refuse more sequences than can be queued. Raises ApiError."""
+        if self.client.in_flight + sequences > self.config.max_queued_requests:
+            raise overloaded()
+
     def admit(self, jobs: Sequence[Job]) -> None:
         """Refuse what can't be queued: too much waits already, an id is taken, or the engine is gone. Raises ApiError."""
         if not self.client.healthy:
             raise ApiError(503, "the engine is not running", code="engine_dead")
-        if self.client.in_flight + len(jobs) > self.config.max_queued_requests:
-            raise overloaded()
-        rids = [job.request.rid for job in jobs]
-        taken = next((rid for i, rid in enumerate(rids) if self.client.knows(rid) or rid in rids[:i]), None)
+        self.check_room(len(jobs))
+        counts = Counter(job.request.rid for job in jobs)
+        taken = next((rid for rid, count in counts.items() if count > 1 or self.client.knows(rid)), None)
         if taken is not None:
             raise ApiError(400, f"request id {taken} is in use", param="rid")
         vocab = self.tokenizer.vocab_size
-        sampling = jobs[0].request.sampling
-        if any(i >= vocab for i in (*sampling.logit_bias, *sampling.stop_token_ids)):
+        params = {id(job.request.sampling): job.request.sampling for job in jobs}.values()
+        if any(i >= vocab for sampling in params for i in (*sampling.logit_bias, *sampling.stop_token_ids)):
             raise ApiError(400, f"logit_bias and stop_token_ids take ids below {vocab}")
 
     async def run(self, job: Job) -> AsyncGenerator[Piece, None]:

@@ -11,47 +11,58 @@ if TYPE_CHECKING:
 
 __all__ = ["Detokenizer", "StopStrings", "StopVerdict"]
 
+MOST_WAITING = 16
+"""Tokens that wait for the end of a character, at most; no character is so long."""
+HALF_CHARACTER = 3
+"""Broken characters, at most, that the beginning of a whole one shows as: one for each of its bytes, with some tokenizers."""
 _BROKEN = "\ufffd"
 
 
 class Detokenizer:
     """Turns a growing list of ids into text, piece by piece; the pieces add up to the decoding of the whole list.
 
-        ids   [ ... settled ... | context | fresh ]
-                                ^ _context ^ _fresh   ^ len(ids)
+        ids   [ context | fresh ]     what was before them is forgotten
+                        ^ _fresh
 
     Tokens in `context` were given out already; they are decoded again so that the fresh ones come with the right space before
-    them. Fresh tokens wait as long as they end inside a character.
+    them. Fresh tokens wait as long as they end inside a character. Where no token ends one, which is no text or cut across
+    its characters, MOST_WAITING of them are given out but for the last character. So each token costs the same.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special_tokens
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._ids: list[int] = []
-        self._context = 0
         self._fresh = 0
+        self._given = 0  # characters of the text of `_ids` that were given out
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add ids; return the text that is now certain."""
-        self._ids.extend(ids)
-        text = self._waiting()
-        return "" if text.endswith(_BROKEN) else self._give_out(text)
+        shown = [i for i in ids if i not in self._skipped]
+        if not shown:
+            return ""
+        self._ids.extend(shown)
+        text = self._decode()
+        broken = len(text) - len(text.rstrip(_BROKEN))
+        if (broken or len(text) <= self._given) and len(self._ids) - self._fresh <= MOST_WAITING:
+            return ""
+        certain = len(text) - min(broken, HALF_CHARACTER)
+        out = text[self._given : certain]
+        self._settle(self._fresh if certain == len(text) else len(self._ids) - MOST_WAITING // 2, len(text) - certain)
+        return out
 
     def finish(self) -> str:
         """Return what is left; half a character at the very end becomes U+FFFD."""
-        return self._give_out(self._waiting())
+        return self._decode()[self._given :]
 
-    def _waiting(self) -> str:
-        before = self._decode(self._context, self._fresh)
-        return self._decode(self._context, len(self._ids))[len(before) :]
+    def _settle(self, count: int, waiting: int) -> None:
+        """Forget the first `count` ids; the others are context from now on, but for their last `waiting` characters."""
+        del self._ids[:count]
+        self._fresh = len(self._ids)
+        self._given = max(0, len(self._decode()) - waiting)
 
-    def _give_out(self, text: str) -> str:
-        if text:
-            self._context, self._fresh = self._fresh, len(self._ids)
-        return text
-
-    def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=self._skip_special)
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=False)
 
 
 class StopVerdict(NamedTuple):

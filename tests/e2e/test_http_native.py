@@ -9,6 +9,9 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.server.native_schemas import NativeSampling
+from engine.server.schemas import CompletionBody
+
 SLOW = {"text": "one two three " * 30, "extra_key": "slow"}
 
 
@@ -117,6 +120,8 @@ def test_the_split_by_tier_is_there_if_asked(http):
         ({"text": "a", "sampling_params": {"regex": "a", "json_schema": "{}"}}, "at most one"),
         ({"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": ["a", "b"], "rid": ["x", "x"]}, "in use"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"stop_token_ids": [10**6]}]}, "stop_token_ids"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"logit_bias": {"1000000": 1}}]}, "logit_bias"),
         ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
         ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob"),
         ({"text": "a " * 600}, "maximum context length"),
@@ -127,6 +132,66 @@ def test_bad_input_is_refused(http, body, says):
     response = http.post("/generate", json=body)
     assert response.status_code == 400
     assert says in response.json()["error"]["message"]
+
+
+def noting(method, calls):
+    """A method that notes each call in `calls` before it does its work."""
+
+    def noted(*args, **kwargs):
+        calls.append(args)
+        return method(*args, **kwargs)
+
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "body", "prepared"),
+    [
+        ("generate", NativeSampling, {"text": ["a"] * 100, "sampling_params": {"n": 100}}, 0),
+        ("generate", NativeSampling, {"text": "a", "sampling_params": {"n": 100}}, 1),
+        ("v1/completions", CompletionBody, {"prompt": ["a"] * 100, "n": 100}, 0),
+        ("v1/completions", CompletionBody, {"prompt": "a", "n": 100}, 1),
+    ],
+)
+def test_how_answers_are_sampled_is_worked_out_once_and_for_too_many_not_at_all(http, monkeypatch, path, kind, body, prepared):
+    calls: list[tuple] = []
+    monkeypatch.setattr(kind, "sampling", noting(kind.sampling, calls))
+    assert http.post(f"/{path}", json=body).status_code == (200 if prepared else 429)
+    assert len(calls) == prepared
+
+
+@pytest.mark.parametrize("path", ["tokenize", "v1/completions"])
+def test_others_are_answered_while_many_prompts_are_tokenised(http, monkeypatch, tokenizer, path):
+    begun, encode, calls = threading.Event(), tokenizer.encode, []
+
+    def slow(text):
+        calls.append(text)
+        begun.set()
+        time.sleep(0.01)
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    batch = threading.Thread(target=http.post, args=(f"/{path}",), kwargs={"json": {"prompt": ["a"] * 150}})
+    batch.start()
+    assert begun.wait(10)
+    assert http.get("/health").status_code == 200
+    answered = len(calls)
+    batch.join(30)
+    assert answered < len(calls) == 150
+
+
+def test_a_chat_of_many_messages_is_put_together_off_the_event_loop(http, monkeypatch, tokenizer):
+    threads: list[str] = []
+    encode = tokenizer.encode_chat
+
+    def noted(*args, **kwargs):
+        threads.append(threading.current_thread().name)
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "encode_chat", noted)
+    for count in (1, 100):
+        http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": ""}] * count})
+    assert [name.split("_")[0] for name in threads] == ["http-server", "tokenize"]
 
 
 def test_tokenize_and_detokenize_undo_each_other(http, tokenizer):

@@ -152,3 +152,18 @@ def test_min_new_tokens_can_not_break_a_grammar(engine: Callable[..., Driver], t
     rid = driver.add(prompt(9), sampling=held_to(GrammarSpec("regex", "ab?"), min_new_tokens=20))
     driver.run()
     assert text(driver.tokens[rid]) in ("a", "ab")
+
+
+def test_a_grammar_library_that_breaks_ends_the_request_and_nothing_else(
+    engine: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = engine()
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise OSError("broken")
+
+    monkeypatch.setattr("engine.grammar.LLMatcher", broken)
+    rid, other = driver.add(prompt(9), sampling=held_to(SPEC)), driver.add(prompt(9, 1))
+    driver.run()
+    assert driver.failed[rid].status == 400
+    assert driver.tokens[other]

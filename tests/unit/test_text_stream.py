@@ -49,6 +49,58 @@ def test_pieces_of_any_tokens_add_up_to_the_whole_decoding(tokenizer, ids, sizes
     assert "".join(pieces) == tokenizer.decode(ids)
 
 
+@settings(deadline=None, max_examples=50)
+@given(data=st.binary(min_size=50, max_size=400), sizes=SIZES)
+def test_pieces_of_bytes_that_are_no_text_add_up_however_many_there_are(tokenizer, data, sizes):
+    ids = [i for i in map(one_byte_tokens(tokenizer).get, data) if i is not None]
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.feed(piece) for piece in cut(ids, sizes)] + [detokenizer.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def one_byte_tokens(tokenizer: Tokenizer) -> dict[int, int]:
+    """Tokens of one byte, by byte; this vocabulary lacks a few."""
+    pieces = ((tokenizer.token_bytes(i), i) for i in range(17, 400))
+    return {piece[0]: i for piece, i in pieces if len(piece) == 1}
+
+
+class Counting:
+    """A tokenizer that notes how many ids it is asked to decode at once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.special_ids = tokenizer.special_ids
+        self.most = 0
+
+    def decode(self, ids, *, skip_special_tokens):
+        self.most = max(self.most, len(ids))
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("pattern", [b"\x80", b"\xf0\x9f", b"\xf0\x9f\xa6\x9c"], ids=["no text", "half characters", "text"])
+@pytest.mark.parametrize("at_once", [1, 3, 4])
+def test_a_long_answer_costs_the_same_for_each_token_whatever_it_says(tokenizer, pattern, at_once):
+    ids = [one_byte_tokens(tokenizer)[byte] for byte in pattern] * 500
+    counting = Counting(tokenizer)
+    detokenizer = Detokenizer(counting)
+    behind, given = 0, ""
+    for at in range(0, len(ids), at_once):
+        given += detokenizer.feed(ids[at : at + at_once])
+        behind = max(behind, len(tokenizer.decode(ids[: at + at_once])) - len(given))
+    assert given + detokenizer.finish() == tokenizer.decode(ids)
+    assert counting.most <= 48
+    assert behind <= 24
+
+
+def test_special_tokens_that_are_not_shown_cost_nothing(tokenizer):
+    counting = Counting(tokenizer)
+    detokenizer = Detokenizer(counting)
+    hello, there = tokenizer.encode("Hello"), tokenizer.encode(" there")
+    pieces = [detokenizer.feed(ids) for ids in (hello, [tokenizer.eos_token_id] * 500, there)]
+    assert pieces == ["Hello", "", " there"]
+    assert counting.most <= len(hello + there)
+
+
 def test_a_character_of_several_tokens_is_given_out_once_and_whole(tokenizer):
     ids = tokenizer.encode("🦜")
     assert len(ids) > 1
