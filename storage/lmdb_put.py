@@ -22,14 +22,14 @@ from storage.helper import Helper
 from storage.lmdb_index import Entry, SlabCount
 from storage.lmdb_writer import IndexWriter
 from storage.record import BLOCK_BYTES, frame, seal
-from storage.slab import SlotWrite
+from storage.slab import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from storage.base import PageRef
     from storage.lmdb_index import Index, Space
-    from storage.slab import SlabFiles
+    from storage.slab import Gather, SlabFiles
 
 __all__ = ["Limits", "PagePutter", "Pending"]
 
@@ -65,6 +65,14 @@ class _Growing(NamedTuple):
     blocks: int
     end: int
     holes: tuple[int, ...]
+
+
+class _Part(NamedTuple):
+    """Records of one size and their slots, to be written in one go."""
+
+    blocks: int
+    slots: Sequence[int]
+    records: Sequence[Pending]
 
 
 class _Room(NamedTuple):
@@ -193,7 +201,7 @@ class PagePutter:
                 outcomes = {}
                 self._evict(writer, txn, todo, held(), room)
                 todo = todo[: self._fitting(writer, txn, todo, room)]
-            writer.flush()
+                writer.flush()
         return todo, outcomes
 
     def _spare_bytes(self) -> int:
@@ -258,6 +266,7 @@ class PagePutter:
         outcomes: dict[int, PutOutcome] = {}
         keys: set[bytes] = set()
         now_ns = self._clock()
+        writer.look_up(record.ref.key for record in todo)
         for record in todo:
             key = record.ref.key
             if key in keys or writer.entry(key) is not None:
@@ -272,29 +281,29 @@ class PagePutter:
         self._drain(writer, needs, writer.disk_bytes + growth - room.disk_bytes)
         growing: list[_Growing] = []
         try:
-            for blocks, records in fresh.items():
-                slots = self._allocate(writer, blocks, len(records), growing)
-                self._write(blocks, slots, records)
-                for slot, record in zip(slots, records, strict=True):
-                    writer.insert(record.ref.key, _entry_of(record, slot, now_ns))
+            parts = [
+                part
+                for blocks, records in fresh.items()
+                for part in _parts(blocks, self._allocate(writer, blocks, len(records), growing), records)
+            ]
+            self._write(parts, partial(_enter, writer, parts, now_ns))
         except BaseException:
             self._take_back(growing)
             raise
         return outcomes
 
-    def _write(self, blocks: int, slots: Sequence[int], records: Sequence[Pending]) -> None:
-        """Write records of one size to their slots, part by part, while the helper computes the sums of the parts to come."""
-        cuts = sorted({0, -(-len(records) // 8), -(-len(records) // 2), len(records)})
-        parts = [(slots[at:end], records[at:end]) for at, end in pairwise(cuts)]
-        begun = [self._helper.begin(partial(_seal_all, *part)) for part in parts[1:]]
-        try:
-            self._slabs.write(blocks, _seal_all(*parts[0]))
-            for job in begun:
-                self._slabs.write(blocks, job.finish())
-        except BaseException:
-            for job in begun:
-                job.abandon()
-            raise
+    def _write(self, parts: Sequence[_Part], enter: Callable[[], None]) -> None:
+        """Write records to their slots part by part, while the helper computes the sums of the next and at last calls `enter`.
+
+        It is given no more than fits beside each write, so that the GIL is free by the time that a write has ended.
+        """
+        if not parts:
+            enter()
+            return
+        sealed = _seal_all(parts[0])
+        for part, following in pairwise(parts):
+            sealed = self._helper.both(partial(self._slabs.write, part.blocks, sealed), partial(_seal_all, following))
+        self._helper.both(partial(self._slabs.write, parts[-1].blocks, sealed), enter)
 
     def _allocate(self, writer: IndexWriter, blocks: int, count: int, growing: list[_Growing]) -> list[int]:
         """Take slots of one size, those at the file's end with their blocks: one extent instead of one a page cache folio."""
@@ -327,11 +336,25 @@ class PagePutter:
         return freed
 
 
-def _seal_all(slots: Sequence[int], records: Sequence[Pending]) -> list[SlotWrite]:
-    return [
-        SlotWrite(slot, seal(frame(record.ref, record.payload.nbytes), record.payload), record.payload)
-        for slot, record in zip(slots, records, strict=True)
-    ]
+def _parts(blocks: int, slots: Sequence[int], records: Sequence[Pending]) -> Iterator[_Part]:
+    """Cut records of one size so that the sums of a part take no longer than the writing of the one before: half its size."""
+    cuts = sorted({-(-len(records) * share // 15) for share in (0, 1, 3, 7, 15)})
+    for at, end in pairwise(cuts):
+        yield _Part(blocks, slots[at:end], records[at:end])
+
+
+def _seal_all(part: _Part) -> list[Gather]:
+    payloads = [record.payload for record in part.records]
+    sealed = [seal(frame(record.ref, payload.nbytes), payload) for record, payload in zip(part.records, payloads, strict=True)]
+    return gather(part.blocks, part.slots, sealed, payloads)
+
+
+def _enter(writer: IndexWriter, parts: Sequence[_Part], now_ns: int) -> None:
+    """Enter records into the transaction."""
+    for part in parts:
+        for slot, record in zip(part.slots, part.records, strict=True):
+            writer.insert(record.ref.key, _entry_of(record, slot, now_ns))
+    writer.flush()
 
 
 def _entry_of(record: Pending, slot: int, now_ns: int) -> Entry:

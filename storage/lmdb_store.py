@@ -57,7 +57,8 @@ SyncMode = Literal["none", "batch", "always"]
 _log = logging.getLogger(__name__)
 _KEEP_INTERVAL_S = 1.0
 _EARLY_DEATH_S = 60.0
-_CHUNK_RECORDS = 128
+_CHUNK_RECORDS = 256
+_INDEX_BYTES_A_RECORD = 4 * 4096  # of a chunk: it may copy a page of entries and one of leaves for each, half of a small index
 _CHUNK_BYTES = 32 << 20
 _NOT_THERE = (PutOutcome.NO_ROOM, PutOutcome.FAILED)
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.InvalidError, lmdb.BadTxnError)
@@ -280,11 +281,12 @@ class LmdbStore:
         """Split a batch into runs of one tenant that go into one transaction."""
         chunk: list[Pending] = []
         size, tenant = 0, ""
+        most = min(_CHUNK_RECORDS, self._folder.index_bytes // _INDEX_BYTES_A_RECORD)
         for at, (ref, payload) in enumerate(records):
             space = self._spaces.get(ref.namespace)
             if space is None:
                 raise ValueError(f"namespace {ref.namespace.hex()} is not registered")
-            full = len(chunk) == _CHUNK_RECORDS or size + payload.nbytes > _CHUNK_BYTES
+            full = len(chunk) == most or size + payload.nbytes > _CHUNK_BYTES
             if chunk and (full or space.info.tenant != tenant):
                 yield chunk
                 chunk, size = [], 0

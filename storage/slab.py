@@ -18,24 +18,45 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["SlabFiles", "SlotWrite", "slot_blocks"]
+__all__ = ["Gather", "SlabFiles", "gather", "slot_blocks"]
 
 _MAX_BUFFERS = 1020  # of one call, three a record; IOV_MAX is 1024
 _ZEROS = memoryview(bytes(BLOCK_BYTES))
 
 
-class SlotWrite(NamedTuple):
-    """A record on its way to a slot: its header without padding, and its payload."""
+class Gather(NamedTuple):
+    """Neighbouring records on their way to their slots, in one call: at most IOV_MAX buffers, `nbytes` in all."""
 
-    slot: int
-    sealed: bytes
-    payload: memoryview
+    offset: int
+    buffers: list[bytes | memoryview]
+    nbytes: int
 
 
 @lru_cache(1024)
 def slot_blocks(key_bytes: int, token_bytes: int, payload_bytes: int) -> int:
     """Size of the slot for a record, in blocks."""
     return -(-(header_bytes(key_bytes, token_bytes) + payload_bytes) // BLOCK_BYTES)
+
+
+def gather(blocks: int, slots: Sequence[int], headers: Sequence[bytes], payloads: Sequence[memoryview]) -> list[Gather]:
+    """Prepare to write records of one size, neighbours together. The headers come without padding."""
+    size = blocks * BLOCK_BYTES
+    gathers: list[Gather] = []
+    buffers: list[bytes | memoryview] = []
+    first = following = nbytes = 0
+    for slot, header, payload in zip(slots, headers, payloads, strict=True):
+        if buffers and (slot != following or nbytes != (slot - first) * size or len(buffers) >= _MAX_BUFFERS):
+            gathers.append(Gather(first * size, buffers, nbytes))
+            buffers, nbytes = [], 0
+        if not buffers:
+            first = slot
+        gap = -len(header) % BLOCK_BYTES
+        buffers += (header, _ZEROS[:gap], payload)
+        nbytes += len(header) + gap + payload.nbytes
+        following = slot + 1
+    if buffers:
+        gathers.append(Gather(first * size, buffers, nbytes))
+    return gathers
 
 
 class SlabFiles:
@@ -67,23 +88,13 @@ class SlabFiles:
                     self._fds[blocks] = fd
         return fd
 
-    def write(self, blocks: int, writes: Sequence[SlotWrite]) -> None:
-        """Write records, neighbours in one call. Raises OSError; a short write is ENOSPC."""
-        fd, size = self.fd(blocks), blocks * BLOCK_BYTES
-        buffers: list[bytes | memoryview] = []
-        first = following = wanted = 0
-        for slot, sealed, payload in writes:
-            if buffers and (slot != following or wanted != (slot - first) * size or len(buffers) >= _MAX_BUFFERS):
-                _write_all(fd, buffers, first * size, wanted)
-                buffers, wanted = [], 0
-            if not buffers:
-                first = slot
-            gap = -len(sealed) % BLOCK_BYTES
-            buffers += (sealed, _ZEROS[:gap], payload)
-            wanted += len(sealed) + gap + payload.nbytes
-            following = slot + 1
-        if buffers:
-            _write_all(fd, buffers, first * size, wanted)
+    def write(self, blocks: int, gathers: Sequence[Gather]) -> None:
+        """Write records; hardly needs the GIL. Raises OSError; a short write is ENOSPC."""
+        fd = self.fd(blocks)
+        for offset, buffers, nbytes in gathers:
+            wrote = os.pwritev(fd, buffers, offset)
+            if wrote != nbytes:
+                raise OSError(errno.ENOSPC, f"wrote {wrote} of {nbytes} bytes")
         self._unsynced.add(blocks)  # after the bytes: a sync between would otherwise miss them
 
     def read(self, blocks: int, slot: int, buffers: Sequence[bytearray | memoryview]) -> int:
@@ -119,9 +130,3 @@ class SlabFiles:
             for fd in self._fds.values():
                 os.close(fd)
             self._fds.clear()
-
-
-def _write_all(fd: int, buffers: Sequence[bytes | memoryview], offset: int, wanted: int) -> None:
-    wrote = os.pwritev(fd, buffers, offset)
-    if wrote != wanted:
-        raise OSError(errno.ENOSPC, f"wrote {wrote} of {wanted} bytes")
