@@ -412,11 +412,11 @@ class HiCache:
         if t.ghosts is None:
             return 0
         t.tree.now = int(t.clock() * 1e6)
-        sighting = t.ghosts.see(bytes(lease.root.hashes), lease.tokens, max(0, self._limit_pages(lease)), t.tree.now)
+        sighting = t.ghosts.see(lease.root.hashes, lease.tokens, max(0, self._limit_pages(lease)), t.tree.now)
         lease.group = sighting.group
         lease.counts = sighting.counts
         lease.visit = sighting.visit
-        if behind is not None and behind.children is None and sighting.abandoned is not None:
+        if behind is not None and not behind.children and sighting.abandoned is not None:
             t.tree.regroup(behind, sighting.abandoned)
         return sighting.group if sighting.shared is None else sighting.shared
 
@@ -535,7 +535,7 @@ class HiCache:
 
     def _is_bare(self, node: Node) -> bool:
         table, last = self._t.table, node.pages[-1]
-        return node.children is None and node.host_len == 0 and not table.device_busy[last] and not table.host_busy[last]
+        return not node.children and node.host_len == 0 and not table.device_busy[last] and not table.host_busy[last]
 
     def _gauges(self) -> Iterator[Metric]:
         yield from pool_gauges(self._t)

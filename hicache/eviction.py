@@ -21,6 +21,8 @@ from collections import OrderedDict
 from itertools import chain
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
+from msgspec import Struct
+
 from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,21 +33,18 @@ __all__ = ["POLICIES", "EvictionOrder", "LeafOrder", "Policy", "Usage"]
 L = TypeVar("L")
 
 
-class Usage:
+class Usage(Struct, gc=False):
     """How a leaf was used in one tier: `tick` of the last use (or of its birth), `hits` so far, `priority` of its requests.
 
     group: what kind of request used it last, negative if requests branched off there; ends: a request ended with its last page.
     Both are of meaning to `hicache.adaptive` alone.
     """
 
-    __slots__ = ("ends", "group", "hits", "priority", "tick")
-
-    def __init__(self, tick: int = 0, hits: int = 0, priority: int = 0) -> None:
-        self.tick = tick
-        self.hits = hits
-        self.priority = priority
-        self.group = 0
-        self.ends = False
+    tick: int = 0
+    hits: int = 0
+    priority: int = 0
+    group: int = 0
+    ends: bool = False
 
     def absorb(self, child: Usage, *, recency: bool) -> None:
         """Take over what a child that is gone had: uses of a child were uses of its parent, each counted once."""

@@ -191,7 +191,7 @@ class Hints:
             page, end = node.pages[node.device_len - 1], node.device_len
             if t.table.device_busy[page]:
                 break
-            bare = node.children is None and end == len(node.pages) and t.table.store[page] == STORED
+            bare = not node.children and end == len(node.pages) and t.table.store[page] == STORED
             if t.table.host_slot[page] != NOWHERE:
                 t.demote(node, 1)
             elif bare and not t.table.host_busy[page]:

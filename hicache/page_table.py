@@ -39,8 +39,8 @@ class PageTable:
         self.capacity = capacity
         self.device_slot, self.device_slots = _column("i", capacity, np.int32, NOWHERE)
         self.host_slot, self.host_slots = _column("i", capacity, np.int32, NOWHERE)
-        self.device_busy, self.device_busys = _column("i", capacity, np.int32, 0)
-        self.host_busy, self.host_busys = _column("i", capacity, np.int32, 0)
+        self.device_busy, self.device_busys = _column("h", capacity, np.int16, 0)
+        self.host_busy, self.host_busys = _column("h", capacity, np.int16, 0)
         self.hit, self.hits = _column("i", capacity, np.int32, 0)
         self.load, self.loading = _column("b", capacity, np.int8, 0)
         self.store, self.stored = _column("b", capacity, np.int8, 0)

@@ -207,7 +207,7 @@ class Prefetcher:
     def _refs(self, lease: Lease, prefetch: Prefetch, first: int, last: int) -> list[PageRef]:
         """What the store must know of pages [first, last), counted from where the prefetch begins."""
         keys, page = prefetch.keys, self._t.tree.page_key_bytes
-        root, at = bytes(lease.root.hashes), prefetch.start_page * page
+        root, at = lease.root.hashes, prefetch.start_page * page
         return [
             PageRef(keys[i + 1], keys[i], root, bytes(lease.tokens[at + i * page : at + (i + 1) * page]))
             for i in range(first, last)

@@ -33,13 +33,16 @@ if TYPE_CHECKING:
 
     Ids = npt.NDArray[np.int32]
 
-__all__ = ["Match", "Node", "RadixTree"]
+__all__ = ["FEW", "Match", "Node", "RadixTree"]
+
+FEW = 4
+"""So many children are looked through one by one: for them a dict costs several times the memory and no less time."""
 
 
 class Node:
     """A run of whole pages. `key`: their tokens, int32 little-endian. `hashes`: the page keys computed so far.
 
-    children: None, an only child, or a dict by the tokens of the child's first page.
+    children: a tuple of up to FEW, or a dict by the tokens of the child's first page, which no two have in common.
     device, host: usage in each tier's eviction order.
     """
 
@@ -51,8 +54,8 @@ class Node:
         self.parent = parent
         self.key = key
         self.pages = pages
-        self.hashes = bytearray()
-        self.children: Node | dict[bytes, Node] | None = None
+        self.hashes = b""
+        self.children: tuple[Node, ...] | dict[bytes, Node] = ()
         self.device_len = 0
         self.device_children = 0
         self.users = 0
@@ -73,9 +76,7 @@ class Node:
     def child_list(self) -> list[Node]:
         """All children."""
         kids = self.children
-        if kids is None:
-            return []
-        return list(kids.values()) if type(kids) is dict else [kids]  # type: ignore[list-item]
+        return list(kids.values() if isinstance(kids, dict) else kids)
 
 
 class Match(NamedTuple):
@@ -122,7 +123,7 @@ class RadixTree:
         root = self.roots.get(key)
         if root is None:
             root = self.roots[key] = Node(None, bytearray(), array("i"), 0, 0)
-            root.hashes = bytearray(key)
+            root.hashes = key
         root.users += 1
         return root
 
@@ -134,12 +135,12 @@ class RadixTree:
     def rename_root(self, key: bytes, new: bytes) -> None:
         """Give a root another key of the same length; unknown keys are ignored."""
         if (root := self.roots.pop(key, None)) is not None:
-            root.hashes = bytearray(new)
+            root.hashes = new
             self.roots[new] = root
 
     def _forget_bare_root(self, root: Node) -> None:
-        if not root.users and root.children is None:
-            del self.roots[bytes(root.hashes)]
+        if not root.users and not root.children:
+            del self.roots[root.hashes]
 
     def match(self, start: Node, tokens: bytes | bytearray, end: int, at: int = 0) -> Match:
         """Walk down from the end of `start` along tokens[at:end] (byte offsets, page-aligned). Changes nothing."""
@@ -147,20 +148,21 @@ class RadixTree:
         node, depth, o = start, len(start.pages), at
         while o < end:
             kids = node.children
-            child = kids.get(bytes(tokens[o : o + page])) if type(kids) is dict else kids
-            if child is None:
+            if isinstance(kids, dict):
+                kid = kids.get(bytes(tokens[o : o + page]))
+                kids = () if kid is None else (kid,)
+            for child in kids:
+                if tokens.startswith(child.key, o, end):
+                    node, depth = child, len(child.pages)
+                    o += len(child.key)
+                    break
+            else:
+                for child in kids:
+                    if common := self._common_pages(child.key, tokens, o, end):
+                        node, depth = child, common
+                        o += common * page
+                        break
                 break
-            key = child.key  # type: ignore[union-attr]
-            if tokens.startswith(key, o, end):
-                node = child  # type: ignore[assignment]
-                depth = len(node.pages)
-                o += len(key)
-                continue
-            common = self._common_pages(key, tokens, o, end)
-            if common:
-                node, depth = child, common  # type: ignore[assignment]
-                o += common * page
-            break
         pages = (o - at) // page
         return Match(node, depth, pages, self._device_part(start, node, depth, pages))
 
@@ -228,7 +230,7 @@ class RadixTree:
         hash_cut = depth * self.key_bytes
         upper.hashes, node.hashes = node.hashes[:hash_cut], node.hashes[hash_cut:]
         node.key, node.pages = node.key[cut:], node.pages[depth:]
-        node.parent, upper.children = upper, node
+        node.parent, upper.children = upper, (node,)
         upper.device_len = min(node.device_len, depth)
         node.device_len -= upper.device_len
         upper.device_children = int(node.device_len > 0)
@@ -248,7 +250,7 @@ class RadixTree:
         and nobody else finds its end moved.
         """
         assert len(key) == len(pages) * self.page_key_bytes
-        in_place = node.children is None and node.parent is not None and node.users <= 1 and node.host.group >= 0
+        in_place = not node.children and node.parent is not None and node.users <= 1 and node.host.group >= 0
         if in_place and (not on_device or node.device_len == len(node.pages)):
             node.key += key
             node.pages += pages
@@ -293,7 +295,7 @@ class RadixTree:
 
         An emptied node leaves the tree.
         """
-        assert node.children is None
+        assert not node.children
         assert not node.users, "a pinned node is never cut"
         keep = len(node.pages) - count
         node.host.ends = False
@@ -304,7 +306,7 @@ class RadixTree:
             gone = node.pages[keep:]
             del node.pages[keep:]
             del node.key[keep * self.page_key_bytes :]
-            del node.hashes[keep * self.key_bytes :]
+            node.hashes = node.hashes[: keep * self.key_bytes]
             self._relist(node)
             return gone
         self._unlink(node)
@@ -399,7 +401,7 @@ class RadixTree:
             self.device_order.add(node, node.device)
         else:
             self.device_order.discard(node)
-        if node.children is None and node.device_len < len(node.pages):
+        if not node.children and node.device_len < len(node.pages):
             self.host_order.add(node, node.host)
         else:
             self.host_order.discard(node)
@@ -409,29 +411,26 @@ class RadixTree:
 
     def _add_child(self, parent: Node, child: Node) -> None:
         kids = parent.children
-        if kids is None:
-            parent.children = child
-        elif type(kids) is dict:
+        if isinstance(kids, dict):
             kids[self._first_page(child)] = child
+        elif len(kids) < FEW:
+            parent.children = (*kids, child)
         else:
-            assert isinstance(kids, Node)
-            parent.children = {self._first_page(kids): kids, self._first_page(child): child}
+            parent.children = {self._first_page(kid): kid for kid in (*kids, child)}
         self._relist(parent)
 
     def _swap_child(self, parent: Node, old: Node, new: Node) -> None:
         kids = parent.children
-        if type(kids) is dict:
+        if isinstance(kids, dict):
             kids[self._first_page(new)] = new
         else:
-            assert kids is old
-            parent.children = new
+            parent.children = tuple(new if kid is old else kid for kid in kids)
 
     def _drop_child(self, parent: Node, child: Node) -> None:
         kids = parent.children
-        if type(kids) is dict:
+        if isinstance(kids, dict):
             del kids[self._first_page(child)]
-            if len(kids) == 1:
-                parent.children = next(iter(kids.values()))
+            if len(kids) <= FEW:
+                parent.children = tuple(kids.values())
         else:
-            assert kids is child
-            parent.children = None
+            parent.children = tuple(kid for kid in kids if kid is not child)

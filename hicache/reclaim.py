@@ -124,7 +124,7 @@ class Reclaimer:
         t, page = self._t, node.pages[index]
         if t.table.host_slot[page] != NOWHERE:
             return _Fate.DEMOTE
-        needed_below = node.children is not None or node.device_len < len(node.pages)
+        needed_below = bool(node.children) or node.device_len < len(node.pages)
         if not needed_below and (t.table.store[page] == STORED or t.config.host_pages == 0):
             return _Fate.FORGET
         if needed_below or t.table.hit[page] >= t.rules.keep_hits:

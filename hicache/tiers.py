@@ -138,7 +138,7 @@ class Tiers:
         assert chain.key_bytes == self.chain.key_bytes
         self.chain = chain
         for node in self.tree.nodes():
-            node.hashes.clear()
+            node.hashes = b""
         known, self.namespaces = self.namespaces, {}
         for key, (namespace, info) in known.items():
             new = chain.root(namespace)
@@ -163,7 +163,7 @@ class Tiers:
 
     # ---- keys
 
-    def keys(self, node: Node) -> bytearray:
+    def keys(self, node: Node) -> bytes:
         """Keys of all pages of `node`, computed where they were not needed before."""
         size = self.chain.key_bytes
         if node.parent is None or len(node.hashes) == len(node.pages) * size:
@@ -172,7 +172,7 @@ class Tiers:
             done = len(each.hashes) // size
             if done < len(each.pages):
                 assert each.parent is not None
-                before = bytes(each.hashes[-size:] if done else each.parent.hashes[-size:])
+                before = each.hashes[-size:] if done else each.parent.hashes[-size:]
                 each.hashes += b"".join(self.chain.extend(before, bytes(each.key[done * self.tree.page_key_bytes :])))
         return node.hashes
 
@@ -180,8 +180,8 @@ class Tiers:
         """Key of the page that ends `depth` pages into `node`; the root key for a root."""
         keys, size = self.keys(node), self.chain.key_bytes
         if node.parent is None:
-            return bytes(keys)
-        return bytes(keys[(depth - 1) * size : depth * size])
+            return keys
+        return keys[(depth - 1) * size : depth * size]
 
     def refs(self, node: Node, first: int, count: int) -> list[PageRef]:
         """What the store must know of pages [first, first + count) of `node`."""
@@ -189,11 +189,11 @@ class Tiers:
         keys = self.keys(node)
         above = node.parent
         assert above is not None
-        parent = bytes(self.keys(above)[-size:] if first == 0 else keys[(first - 1) * size : first * size])
-        root = bytes(self._root(node).hashes)
+        parent = self.keys(above)[-size:] if first == 0 else keys[(first - 1) * size : first * size]
+        root = self._root(node).hashes
         out = []
         for i in range(first, first + count):
-            key = bytes(keys[i * size : (i + 1) * size])
+            key = keys[i * size : (i + 1) * size]
             out.append(PageRef(key, parent, root, bytes(node.key[i * page : (i + 1) * page])))
             parent = key
         return out

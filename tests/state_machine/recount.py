@@ -9,6 +9,7 @@ import numpy as np
 
 from hicache.lease import LeaseState
 from hicache.page_table import NOWHERE
+from hicache.radix_tree import FEW
 from hicache.transfer.operation import CopyOp, OpKind, PrefetchOp, StoreOp
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def _tree(rig: Rig, clients: list[Client]) -> None:
         assert len(node.hashes) <= len(node.pages) * tree.key_bytes
         assert all(kid.parent is node for kid in kids)
         assert len({bytes(kid.key[: tree.page_key_bytes]) for kid in kids}) == len(kids)
+        assert isinstance(node.children, dict) == (len(kids) > FEW)
         assert not node.device_len or parent.device_len == len(parent.pages), "device residency is not prefix-closed"
         for at, page in enumerate(node.pages):
             assert (table.device_slot[page] != NOWHERE) == (at < node.device_len), "the tree and the table disagree"
@@ -60,7 +62,7 @@ def _tree(rig: Rig, clients: list[Client]) -> None:
     held = Counter(client.lease.root for client in clients)
     for root in tree.roots.values():
         assert root.users == held[root]
-        assert root.users or root.children is not None, "a bare root that nobody holds"
+        assert root.users or root.children, "a bare root that nobody holds"
 
 
 def _slots(rig: Rig, clients: list[Client]) -> None:
@@ -157,7 +159,7 @@ def _walk(rig: Rig) -> Iterable[tuple[str, Node, tuple[int, ...], int]]:
         while stack:
             node, above = stack.pop()
             tokens = above + tuple(np.frombuffer(bytes(node.key), np.int32).tolist())
-            yield rig.salts[bytes(root.hashes)], node, tokens, len(above)
+            yield rig.salts[root.hashes], node, tokens, len(above)
             stack += [(child, tokens) for child in node.child_list()]
 
 
@@ -178,6 +180,6 @@ def _orders(rig: Rig) -> None:
     tree = rig.cache._t.tree
     nodes = [node for node in tree.nodes() if not node.users]
     device = {node for node in nodes if node.device_len and not any(kid.device_len for kid in node.child_list())}
-    host = {node for node in nodes if node.children is None and node.host_len}
+    host = {node for node in nodes if not node.children and node.host_len}
     assert set(tree.device_order) == device
     assert set(tree.host_order) == host

@@ -243,7 +243,7 @@ class Rig:
         """By salt, the prefixes that have a page in memory, and the highest tier that has it."""
         out: dict[str, dict[tuple[int, ...], str]] = {}
         for root in self.cache._t.tree.roots.values():
-            pages = out.setdefault(self.salts[bytes(root.hashes)], {})
+            pages = out.setdefault(self.salts[root.hashes], {})
             stack = [(child, ()) for child in root.child_list()]
             while stack:
                 node, above = stack.pop()

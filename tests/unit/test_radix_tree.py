@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from hicache.radix_tree import RadixTree
+from hicache.radix_tree import FEW, RadixTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,6 +109,22 @@ def test_children_that_differ_only_late_in_their_first_page_are_told_apart(page_
     for last in range(4):
         assert plant.find(trunk + [1] * (page_size - 1) + [last]).pages == 2
     assert plant.find(trunk + [1] * (page_size - 1) + [9]).pages == 1
+
+
+def test_children_are_found_however_many_come_and_go() -> None:
+    plant = Plant()
+    plant.add("ab")
+    names = [chr(ord("c") + i) for i in range(2 * FEW + 1)]
+    nodes = {name: plant.add(f"ab{name}xy") for name in names}
+    for count, name in enumerate(names, 1):
+        assert all(plant.find(f"ab{each}x").node is nodes[each] for each in names[count - 1 :])
+        upper = plant.tree.split(nodes[name], 1)
+        assert plant.find(f"ab{name}x").node is nodes[name]
+        plant.tree.truncate(nodes[name], 2)
+        assert plant.find(f"ab{name}x").node is upper
+        plant.tree.truncate(upper, 1)
+        assert plant.find(f"ab{name}x").pages == 2
+    assert [len(node) for node in plant.tree.nodes()] == [2]
 
 
 def test_match_can_start_below_the_root() -> None:
@@ -225,9 +241,9 @@ def test_split_divides_the_hashes_computed_so_far() -> None:
     node = plant.add("abcd")
     node.hashes += b"A" * 16 + b"B" * 16
     upper = plant.tree.split(node, 3)
-    assert (bytes(upper.hashes), bytes(node.hashes)) == (b"A" * 16 + b"B" * 16, b"")
+    assert (upper.hashes, node.hashes) == (b"A" * 16 + b"B" * 16, b"")
     top = plant.tree.split(upper, 1)
-    assert (bytes(top.hashes), bytes(upper.hashes)) == (b"A" * 16, b"B" * 16)
+    assert (top.hashes, upper.hashes) == (b"A" * 16, b"B" * 16)
 
 
 # ---- pins
@@ -332,7 +348,7 @@ def test_emptied_node_leaves_the_tree_and_its_parent_becomes_a_leaf() -> None:
     for kid in kids:
         assert plant.tree.truncate(kid, 1).tolist() == [kid.pages[0]]
         assert kid.parent is None
-    assert trunk.children is None
+    assert not trunk.children
     assert going(plant.tree.device_order) == [trunk]
 
 

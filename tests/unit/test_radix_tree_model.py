@@ -97,7 +97,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(most=st.integers(1, 4), tier=st.sampled_from(["device", "host"]))
     def truncate(self, most: int, tier: str) -> None:
         node = self._to_go(self.tree.device_order if tier == "device" else self.tree.host_order, 0)
-        if node is not None and node.children is None:
+        if node is not None and not node.children:
             prefix, count = self._prefix(node), min(most, len(node.pages))
             gone = self.tree.truncate(node, count).tolist()
             for i, page in enumerate(reversed(gone)):
