@@ -78,7 +78,7 @@ class StoreAdmin:
         """Close the store, once the cache is closed."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self.store is not None:
-            self.store.close()
+            _close(self.store)
 
     def _answer(self, job: _Job) -> ControlReply:
         try:
@@ -124,14 +124,23 @@ class StoreAdmin:
 
         def close() -> bool:
             ended = worker.close()
-            store.close()
-            return ended
+            return _close(store) and ended
 
         return close, lambda ended: {"detached": True, "clean": ended}
 
     def _cleared(self, records: int) -> dict[str, Any]:
         self._cache.forget_stored()
         return {"cleared_pages": records}
+
+
+def _close(store: PageStore) -> bool:
+    """Close a store; whether it ended clean."""
+    try:
+        store.close()
+    except StoreError as error:
+        logger.warning("the store was not closed clean: %s", error)
+        return False
+    return True
 
 
 def _shown(stats: StoreStats, store: PageStore) -> dict[str, Any]:

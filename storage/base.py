@@ -158,5 +158,8 @@ class PageStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Finish what was begun, sync, release. Idempotent; later calls raise StoreUnavailable."""
+        """Finish what was begun, sync, release. Idempotent; later calls raise StoreUnavailable.
+
+        Raises StoreError if it could not end clean (a full disk, a folder that is gone); everything is released all the same.
+        """
         ...

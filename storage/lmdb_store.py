@@ -251,7 +251,8 @@ class LmdbStore:
         finally:
             self._index.env.close()
             self._slabs.close()
-            self._folder.close(synced)
+            with translated():
+                self._folder.close(synced)
 
     # helpers
 

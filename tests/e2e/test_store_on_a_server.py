@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -197,3 +198,19 @@ def test_a_store_is_detached_and_attached_while_requests_run(
     assert httpx.delete(backend, headers=ADMIN).status_code == 400
     assert asyncio.run(talks.run([running.url]))[0] == right
     assert running.stop() == 0
+
+
+def test_a_server_whose_store_folder_is_deleted_serves_detaches_and_ends(
+    server: Callable[..., ServerProcess], model: Path, tmp_path: Path
+) -> None:
+    talks = Talks(count=4, turns=2)
+    running = server(*tiers(model, tmp_path / "store"))
+    backend = f"{running.url}/hicache/storage-backend"
+    right = asyncio.run(talks.run([running.url]))
+    shutil.rmtree(tmp_path / "store")
+    assert asyncio.run(talks.run([running.url])) == right
+    assert httpx.delete(backend, headers=ADMIN, timeout=30).json() == {"detached": True, "clean": False}
+    assert httpx.put(backend, headers=ADMIN, json={}, timeout=30).json() == {"attached": True}
+    shutil.rmtree(tmp_path / "store")
+    assert running.stop() == 0
+    assert "Traceback" not in running.output

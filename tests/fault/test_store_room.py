@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from storage.base import PageRecord, PageRef, PutOutcome
+from storage.errors import StoreError
 from storage.maintenance import check
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -182,3 +184,18 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     assert store.count_prefix([ref.key for ref in load.chain(0, 10)]) == 10
     assert store.count_prefix([ref.key for ref in load.chain(3, 10)]) < 10
     store.close()
+
+
+def test_a_store_whose_folder_is_gone_says_so_when_it_is_closed_and_holds_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    store = load.open_store(folder)
+    load.write(store, load.chain(1, 10))
+    shutil.rmtree(folder)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(StoreError, match="No such file"):
+        store.close()
+    assert len(before) > len(os.listdir("/proc/self/fd"))
+    store.close()
+    again = load.open_store(folder)
+    assert load.write(again, load.chain(1, 10)) == {"stored": 10}
+    again.close()
