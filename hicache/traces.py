@@ -8,9 +8,9 @@ The format is that of the traces published with Mooncake (Qin et al., arXiv 2407
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 
 from hicache.errors import ConfigError
@@ -71,27 +71,34 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
     prefixes = _Prefixes()
     requests: list[Request] = []
     try:
-        with path.open() as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if limit is not None and len(requests) == limit:
                     break
                 if line.strip():
                     requests.append(_request(line, number, path, prefixes))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
     if not requests:
         raise ConfigError(f"{path}: no requests")
+    if not prefixes.count:
+        raise ConfigError(f"{path}: no request has a block")
     requests.sort(key=lambda request: request.arrival_s)
     return Trace(requests, prefixes.count)
 
 
-def _request(line: str, number: int, path: Path, prefixes: _Prefixes) -> Request:
+class _Line(msgspec.Struct):
+    """A line as it is written. Times are in milliseconds, lengths in tokens."""
+
+    timestamp: float
+    input_length: Annotated[int, msgspec.Meta(ge=0)]
+    hash_ids: list[int | str]
+    output_length: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+def _request(line: bytes, number: int, path: Path, prefixes: _Prefixes) -> Request:
     try:
-        raw = json.loads(line)
-        hashes = raw["hash_ids"]
-        arrival_s, answer = raw["timestamp"] / 1000, int(raw.get("output_length", 0))
-        return Request(arrival_s, int(raw["input_length"]), answer, prefixes.number(hashes))
-    except KeyError as error:
-        raise ConfigError(f"{path}, line {number}: {error.args[0]} is missing") from None
-    except (TypeError, ValueError) as error:
+        raw = msgspec.json.decode(line, type=_Line)
+    except (ValueError, RecursionError) as error:  # msgspec's errors, and bytes that are no text
         raise ConfigError(f"{path}, line {number}: {error}") from None
+    return Request(raw.timestamp / 1000, raw.input_length, raw.output_length, prefixes.number(raw.hash_ids))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import typer
+from typer.core import TyperGroup
 
 from engine.cli import (
     bench_copy,
@@ -16,10 +19,29 @@ from engine.cli import (
     store,
 )
 from engine.cli.serve import serve_command
+from hicache.errors import HiCacheError
+from storage.errors import StoreError
+
+if TYPE_CHECKING:
+    from typer import Context
 
 __all__ = ["app"]
 
+
+class _Commands(TyperGroup):
+    """All commands: what can't work is said in one line, with exit status 2."""
+
+    def invoke(self, ctx: Context) -> Any:
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except (HiCacheError, StoreError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="A hierarchical GPU/CPU/disk KV cache with a serving engine on top.",
     no_args_is_help=True,
     add_completion=False,

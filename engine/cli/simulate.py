@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 from pathlib import Path  # noqa: TC003  typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, NamedTuple, get_args
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from hicache.traces import Trace
 
 __all__ = ["Rates", "Row", "rows", "simulate"]
+
+MOST_BLOCKS = 2**31 - 1
+"""Blocks of a tier, at most."""
 
 
 class Rates(NamedTuple):
@@ -115,6 +119,8 @@ def simulate(
     """Replay a trace through tree, page table and policies, without bytes: hits by tier for a grid of sizes and policies."""
     rates = Rates(block_tokens, prefill_tokens_per_s, token_bytes, host_gb_per_s * 1e9, disk_gb_per_s * 1e9)
     try:
+        if plot is not None:
+            _check_plot(plot)
         grid = _grid(device_blocks, host_blocks, disk_blocks, eviction)
         loaded = read_trace(trace, requests)
         done = []
@@ -152,6 +158,8 @@ def _numbers(text: str, flag: str, least: int) -> list[int]:
         raise ConfigError(f"{flag} {text}: expected whole numbers with commas between") from None
     if min(out) < least:
         raise ConfigError(f"{flag} {text}: at least {least} is needed")
+    if max(out) > MOST_BLOCKS:
+        raise ConfigError(f"{flag} {text}: at most {MOST_BLOCKS} are simulated")
     return out
 
 
@@ -193,6 +201,14 @@ def _print_advice(trace: Trace, done: list[Row], rates: Rates) -> None:
         f"An infinite cache would hit {100 * advice.infinite:.2f} % of the blocks; {100 * NEAR:.0f} % of that needs about"
     )
     typer.echo(f"  device {device}, RAM {host}, disk {disk}: {100 * advice.hit_share:.2f} % with {done[0].eviction}.")
+
+
+def _check_plot(path: Path) -> None:
+    """Raise ConfigError, before hours of replay, for a file that can't be drawn into."""
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--plot {path}: the name of a PNG file ends in .png")
+    if not os.access(path if path.exists() else path.parent, os.W_OK) or path.is_dir():
+        raise ConfigError(f"--plot {path}: can't be written")
 
 
 def _draw(done: list[Row], path: Path) -> None:

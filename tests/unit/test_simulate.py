@@ -136,7 +136,14 @@ def test_blocks_are_told_by_their_whole_prefix(tmp_path: Path) -> None:
     [
         ("", "no requests"),
         ("{", "line 1"),
-        ('{"timestamp": 0, "input_length": 3}', "hash_ids is missing"),
+        ('{"timestamp": 0, "input_length": 3}', "`hash_ids`"),
+        ('{"timestamp": 0, "input_length": 3, "hash_ids": []}', "no request has a block"),
+        ('{"timestamp": 0, "input_length": 3, "hash_ids": "x"}', "line 1.*hash_ids"),
+        ('{"timestamp": 0, "input_length": -3, "hash_ids": [1]}', "line 1.*input_length"),
+        ('{"timestamp": 0, "input_length": 1e400, "hash_ids": [1]}', "line 1"),
+        ('{"timestamp": NaN, "input_length": 3, "hash_ids": [1]}', "line 1"),
+        ("[]", "line 1"),
+        ("\x00", "line 1"),
         ('{"timestamp": "x", "input_length": 3, "hash_ids": []}', "line 1"),
     ],
 )
@@ -179,6 +186,25 @@ def test_command_names_a_bad_flag(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["simulate", "--trace", str(tmp_path / "none"), "--device-blocks", "3,x"])
     assert result.exit_code == 2
     assert "--device-blocks 3,x" in result.output
+
+
+@pytest.mark.parametrize(
+    "flags", [["--plot", "/nowhere/p.png"], ["--plot", "p.txt"], ["--device-blocks", "99999999999999"]], ids=" ".join
+)
+def test_command_refuses_before_it_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    monkeypatch.setattr("hicache.simulate.replay", None)
+    file = written(tmp_path / "t.jsonl", A, B)
+    result = CliRunner().invoke(app, ["simulate", "--trace", str(file), *flags])
+    assert result.exit_code == 2, result.exception
+    assert " ".join(flags) in result.output
+
+
+@pytest.mark.parametrize("command", ["engine", "overhead", "overlap"])
+def test_a_model_that_is_not_there_is_one_line(command: str) -> None:
+    result = CliRunner().invoke(app, ["bench", command, "--model-path", "no-such-model"])
+    assert result.exit_code == 2, result.exception
+    assert result.stderr.startswith("error: --model-path no-such-model: ")
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="HICACHE_TRACES names no folder with mooncake_conversation.jsonl")
