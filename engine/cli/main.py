@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -22,16 +22,13 @@ from engine.cli.serve import serve_command
 from hicache.errors import HiCacheError
 from storage.errors import StoreError
 
-if TYPE_CHECKING:
-    from typer import Context
-
 __all__ = ["app"]
 
 
 class _Commands(TyperGroup):
     """All commands: what can't work is said in one line, with exit status 2."""
 
-    def invoke(self, ctx: Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         """Run the command that was named."""
         try:
             return super().invoke(ctx)
