@@ -80,8 +80,10 @@ class Ghosts:
                 visit.last_count = known.last_count + 1
         self._note_returns(node)
         shared = self._share(node) if branches else None
-        self._tree.touch(node, 0, group=shared or 0)
-        node = self._remember(node, tokens[end - tail * size : end], tail)
+        if tail:
+            node.host.group = shared or 0
+            node = self._remember(node, tokens[end - tail * size : end], tail)
+        self._tree.touch(node, 0, group=0 if tail else shared or 0)
         if node.parent is not None and (tail or not branches):
             self._enter(node, visit)
         counts = self._count(node, pages, visit.last_count) if self._counts else None
@@ -121,18 +123,12 @@ class Ghosts:
 
     def _remember(self, node: Node, key: bytes | bytearray, pages: int) -> Node:
         """Add pages after `node`, at the cost of those not used for longest; returns the node that ends there."""
-        tree = self._tree
-        tree.pin(node)
-        self._make_room(pages)
-        tree.unpin(node)
-        if not 0 < pages <= self._capacity - tree.host_only_pages:
+        if not self._make_room(pages, node):
             return node
         visit = self._visits.get(node)
         if visit is not None and visit.group >= 0:
             self._learner.forget(self._visits.pop(node))
-        node = tree.grow(node, key, array("i", bytes(4 * pages)), on_device=False, priority=0)
-        tree.touch(node, 0)
-        return node
+        return self._tree.grow(node, key, array("i", bytes(4 * pages)), on_device=False, priority=0)
 
     def _count(self, node: Node, pages: int, last_count: int) -> Counts:
         """Count one more use of each page up to `node`; returns the counts of the prompt's `pages` pages."""
@@ -171,13 +167,16 @@ class Ghosts:
         self._visits[node] = visit
         self._learner.begin(visit, visit.group)
 
-    def _make_room(self, need: int) -> None:
+    def _make_room(self, need: int, behind: Node) -> bool:
+        """Forget whole leaves until `need` pages fit in behind a node, which stays; whether they do."""
         tree = self._tree
+        if need > self._capacity:
+            return False
         while tree.host_only_pages + need > self._capacity:
-            node = tree.host_order.pick(lambda node: True)
+            node = tree.host_order.pick(lambda node: node is not behind)
             if node is None:
-                return
-            count = min(len(node.pages), tree.host_only_pages + need - self._capacity)
-            if count == len(node.pages) and node in self._visits:
+                return False
+            if node in self._visits:
                 self._learner.forget(self._visits.pop(node))
-            tree.truncate(node, count)
+            tree.truncate(node, len(node.pages))
+        return True

@@ -18,8 +18,8 @@ so that rare combinations are judged by what they share with frequent ones. What
 over horizons, of the chance of a return by then over the expected time until then or the return.
 
 Ideas: reuse time by class of request (Wang et al., "KVCache Cache in the Wild", USENIX ATC 2025); index: Gittins, "Bandit
-processes and dynamic allocation indices", 1979; fit: iterative proportional fitting (Deming and Stephan, 1940), a
-round at a time.
+processes and dynamic allocation indices", 1979; fit: one round of iterative proportional fitting (Deming and Stephan, 1940).
+Every fit begins anew: were rounds to go on from fit to fit, factors of what was never seen together would drift without bound.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FADE = 0.99
 END_WEIGHT = 0.02
 """Weight of the newest return in the share of those that bring the last page back."""
 
-PRIOR = 20.0
+PRIOR = 10.0
 """Returns that the expectation counts for wherever something is estimated."""
 
 LEVEL_PRIOR = 5.0
@@ -166,7 +166,6 @@ class Learner:
         self._counted_us = 0
         self._requests = 0
         self._fit_at = WARM_UP
-        self._factors = [np.ones((levels, OCTAVES)) for levels in (KINDS + 1, KINDS * TAILS + USES, 2 * GAPS, ANSWERS)]
 
     def tick(self, now_us: int) -> None:
         """A request arrives at `now_us`."""
@@ -229,21 +228,15 @@ class Learner:
         """Returns a second of each group and age, fitted; see the module."""
         returns, risk_s = self._returns[rows], self._risk_s[rows]
         near, seen = _smooth(returns), returns.sum(1)
-        levels = self._levels()
         hazard = np.tile(_pooled(returns, risk_s), (len(rows), 1))
-        for each, factor in zip(levels, self._factors, strict=True):
-            hazard *= factor[each]
-        for each, factor in zip(levels, self._factors, strict=True):
+        for level in self._levels():
             expected = hazard * risk_s
-            present, order, starts = _runs(each)
+            present, order, starts = _runs(level)
             overall = np.add.reduceat(seen[order], starts) + LEVEL_PRIOR
             overall /= np.add.reduceat(expected.sum(1)[order], starts) + LEVEL_PRIOR
             by_age = np.add.reduceat(near[order], starts) + PRIOR * overall[:, None]
             by_age /= np.add.reduceat(_smooth(expected)[order], starts) + PRIOR
-            change = np.ones_like(factor)
-            change[present] = by_age
-            hazard *= change[each]
-            factor *= change
+            hazard *= by_age[np.searchsorted(present, level)]
         return hazard
 
     def _levels(self) -> list[npt.NDArray[np.int64]]:
@@ -286,16 +279,16 @@ def _pooled(returns: Floats, risk_s: Floats) -> Floats:
 
 def worth_of(hazard: Floats) -> Floats:
     """Gittins' index at the start of each cell of age. hazard: a second, float64 (groups, OCTAVES)."""
-    lasting = _WIDTH_S * hazard
-    spent = np.cumsum(lasting, axis=1)
-    alive = np.ones((len(hazard), OCTAVES + 1))
-    np.exp(-spent, out=alive[:, 1:])  # chance of no return until the start of each cell
+    hazard = np.ascontiguousarray(hazard.T)  # ages first: the work is by age, for all groups at once
+    lasting = _WIDTH_S[:, None] * hazard
+    alive = np.ones((OCTAVES + 1, hazard.shape[1]))
+    np.exp(-np.cumsum(lasting, axis=0), out=alive[1:])  # chance of no return until the start of each cell
     time_s = np.zeros_like(alive)
-    np.cumsum(alive[:, :-1] * -np.expm1(-lasting) / hazard, axis=1, out=time_s[:, 1:])
+    np.cumsum(alive[:-1] * -np.expm1(-lasting) / hazard, axis=0, out=time_s[1:])
     out = hazard.copy()
     with np.errstate(invalid="ignore", divide="ignore"):
         for k in range(OCTAVES - 1):
-            rate = ((alive[:, k, None] - alive[:, k + 1 :]) / (time_s[:, k + 1 :] - time_s[:, k, None])).max(axis=1)
-            sure = alive[:, k] > 1e-9  # beyond, hardly anything gets so old and the differences are no longer exact
-            out[sure, k] = rate[sure]
-    return out
+            rate = ((alive[k] - alive[k + 1 :]) / (time_s[k + 1 :] - time_s[k])).max(axis=0)
+            sure = alive[k] > 1e-9  # beyond, hardly anything gets so old and the differences are no longer exact
+            np.copyto(out[k], rate, where=sure)
+    return out.T

@@ -148,6 +148,22 @@ def test_a_last_page_is_worth_less_while_last_pages_rarely_come_back() -> None:
     assert order.pick(anyone) == "end"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_counts_are_worth_the_same_however_often_they_are_fitted(seed: int) -> None:
+    learner, rng = Learner(), np.random.default_rng(seed)
+    for kind, tail, gap, answer in rng.integers((6, 6, 6, 6), size=(100, 4)).tolist():
+        group = learner.groups.number(Trait(kind, tail, gap, answer))
+        learner._returns[group, rng.integers(10, 20, 3)] = rng.integers(0, 100, 3)
+        learner._risk_s[group, :20] = 1000 * rng.random(20)
+    worths = []
+    for fits in (3, 60):
+        for _ in range(fits):
+            learner._fit()
+        assert learner.groups.worth is not None
+        worths.append(learner.groups.worth.copy())
+    assert worths[1] == pytest.approx(worths[0], rel=0.1)
+
+
 def test_worth_of_a_constant_hazard_is_that_hazard() -> None:
     assert worth_of(np.full((2, OCTAVES), 0.01)) == pytest.approx(np.full((2, OCTAVES), 0.01), rel=1e-3)
 
