@@ -173,7 +173,7 @@ class HiCache:
         reserve_pages: device pages that must remain for others once this lease has all pages of its tokens.
         Pages on their way for another request are waited for, not loaded twice.
         """
-        assert lease.state is LeaseState.WAITING
+        assert lease.state is LeaseState.WAITING, f"a lease is admitted once, and this one is {lease.state.name}"
         t = self._t
         match = self._match(lease) if self.config.reuse else None
         if match is not None and self._on_their_way(match):
@@ -235,6 +235,7 @@ class HiCache:
 
     def extend(self, lease: Lease, tokens: int) -> bool:
         """Own device slots for positions [0, tokens); False: no room now (nothing was taken)."""
+        assert lease.state is LeaseState.ACTIVE, f"only an active lease has slots, and this one is {lease.state.name}"
         need = self.geometry.pages(tokens) - lease.num_slots
         if need <= 0:
             return True
@@ -251,7 +252,9 @@ class HiCache:
         LoadFailed if that load failed.
         """
         full = tokens // self.geometry.page_size
+        assert lease.state is LeaseState.ACTIVE, f"only an active lease is computed, and this one is {lease.state.name}"
         assert lease.num_tokens >= tokens, "tokens are appended before they are committed"
+        assert lease.num_slots >= full, "positions have slots, which `extend` takes, before they are committed"
         if lease.load is not None:
             self._mover.drain()
         if lease.load is not None:

@@ -56,6 +56,29 @@ def value(rig: Rig, name: str, **labels: str) -> float:
     return rig.cache.metrics.registry.get_sample_value(f"hicache_{name}", labels) or 0.0
 
 
+def test_a_lease_that_is_not_active_takes_no_slots_and_shares_nothing() -> None:
+    rig = rig_of()
+    waiting, ended = rig.open([1, 2, 3]), serve(rig, [4, 5, 6])
+    for lease in (waiting.lease, ended.lease):
+        with pytest.raises(AssertionError, match="only an active lease has slots"):
+            rig.cache.extend(lease, 4)
+        with pytest.raises(AssertionError, match="only an active lease is computed"):
+            rig.cache.commit(lease, 3)
+    with pytest.raises(AssertionError, match="admitted once"):
+        rig.cache.admit(ended.lease, 0)
+    rig.cache.release(waiting.lease)
+    rig.cache.release(ended.lease)  # again
+    assert rig.cache.stats()["hicache_pages"]["device/private"] == 0
+
+
+def test_what_has_no_slots_is_not_committed() -> None:
+    rig = rig_of()
+    client = active(rig, [1, 2, 3])
+    assert rig.cache.extend(client.lease, 2)
+    with pytest.raises(AssertionError, match="`extend`"):
+        rig.cache.commit(client.lease, 3)
+
+
 def test_prefetch_that_lands_below_a_running_request_does_not_grow_its_node() -> None:
     store = MemoryStore(1 << 20)
     serve(rig_of(store), list(range(9)))
