@@ -40,5 +40,5 @@ imports: install ## check who may import whom
 	@.venv/bin/lint-imports --no-logo
 
 clean: ## remove everything these targets made, .venv included; stored pages stay
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build *.egg-info hicache/transfer/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,7 +14,7 @@ say() { printf 'install: %s\n' "$*"; }
 fail() { say "$*" >&2; exit 1; }
 
 # What the environment depends on: these files, and the place, because a virtual environment can't be moved.
-fingerprint() { printf '%s %s\n' "$(cat pyproject.toml constraints.txt scripts/install.sh scripts/check_model.py | cksum)" "$PWD"; }
+fingerprint() { printf '%s %s\n' "$(cat pyproject.toml constraints.txt scripts/install.sh scripts/check_model.py hicache/transfer/stream.c | cksum)" "$PWD"; }
 has_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
 
 # The GPU is looked for last: nvidia-smi may take seconds, and an environment that has the extra doesn't need to know.

@@ -11,6 +11,7 @@ import numpy as np
 
 from hicache.transfer.operation import CopyOp, Operation, OpKind, OpState
 from hicache.transfer.priority import give_way
+from hicache.transfer.streaming import LEAST_BYTES, load_streaming
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,6 +26,8 @@ __all__ = ["ThreadCopier", "copy_pages", "runs"]
 
 logger = logging.getLogger(__name__)
 
+_stream = load_streaming()
+
 
 def runs(src: Ints, dst: Ints) -> Iterable[tuple[int, int, int]]:
     """Coalesce page moves: (first src slot, first dst slot, count) for each stretch where both sides are neighbours."""
@@ -36,7 +39,10 @@ def runs(src: Ints, dst: Ints) -> Iterable[tuple[int, int, int]]:
 
 
 def copy_pages(src_pool: npt.NDArray[np.uint8], src: Ints, dst_pool: npt.NDArray[np.uint8], dst: Ints) -> None:
-    """Copy pages between two blobs of equal page size, neighbours in one memcpy."""
+    """Copy pages between two blobs of equal page size: many bytes past the caches, else neighbours in one memcpy."""
+    if _stream is not None and len(src) * src_pool.shape[1] >= LEAST_BYTES:
+        _stream(src_pool, src, dst_pool, dst)
+        return
     for a, b, n in runs(src, dst):
         if n == 1:  # a row costs half of what a slice does: 5 % of the copy of a page of 64 KiB
             dst_pool[b] = src_pool[a]
