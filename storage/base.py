@@ -10,6 +10,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
+import msgspec
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -49,7 +51,7 @@ class PageRef(NamedTuple):
     tokens: bytes  # int32 little-endian, page_size of them
 
 
-class PageRecord(NamedTuple):
+class PageRecord(msgspec.Struct, frozen=True, gc=False):
     """One page to be written. `payload` is borrowed: it must not change until `put_many` returns."""
 
     ref: PageRef

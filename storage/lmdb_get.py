@@ -11,6 +11,8 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from storage.base import GetOutcome
 from storage.helper import Helper
 from storage.lmdb_index import slot_fields
@@ -36,30 +38,52 @@ class Doomed(NamedTuple):
     seq: int
 
 
+class _Member(msgspec.Struct, gc=False):
+    """A page to be read. at: its place in the caller's batch. seq: of its entry. framed: what its header must begin with."""
+
+    at: int
+    ref: PageRef
+    payload: memoryview
+    seq: int
+    framed: bytes
+
+
 class _Run:
-    """Neighbouring slots to be read in one call, and what must be found in them."""
+    """Neighbouring slots, of records of one shape, to be read in one call, and what must be found in them.
 
-    __slots__ = ("blocks", "buffers", "following", "full", "members", "slot")
+    shape: blocks of a slot, bytes of a payload and of a frame.
+    """
 
-    def __init__(self, blocks: int, slot: int) -> None:
-        self.blocks = blocks
+    __slots__ = ("following", "full", "header_bytes", "members", "shape", "slot")
+
+    def __init__(self, shape: tuple[int, int, int], slot: int) -> None:
+        self.shape = shape
         self.slot = self.following = slot
-        self.full = slot + max(1, _RUN_BYTES // (blocks * BLOCK_BYTES))
-        self.buffers: list[bytearray | memoryview] = []
-        self.members: list[tuple[int, PageRef, memoryview, int, bytes, bytearray]] = []
+        self.full = slot + max(1, _RUN_BYTES // (shape[0] * BLOCK_BYTES))
+        self.header_bytes = padded_bytes(shape[2])
+        self.members: list[_Member] = []
 
-    def takes(self, blocks: int, slot: int) -> bool:
-        """Tell whether a slot comes next and there is room for it."""
-        return slot == self.following and blocks == self.blocks and slot < self.full
+    def buffers(self, headers: Sequence[bytearray]) -> list[bytearray | memoryview]:
+        """Where the run's bytes go: `headers`, which may be too many, payloads, and what fills the slots."""
+        out: list[bytearray | memoryview] = []
+        blocks, payload_bytes, _ = self.shape
+        gap = bytearray(blocks * BLOCK_BYTES - self.header_bytes - payload_bytes)
+        for header, member in zip(headers, self.members, strict=False):
+            out += (header, member.payload, gap) if gap else (header, member.payload)
+        return out
 
-    def add(self, at: int, ref: PageRef, payload: memoryview, seq: int) -> None:
-        framed = frame(ref, payload.nbytes)
-        header = bytearray(padded_bytes(len(framed)))
-        self.buffers += (header, payload)
-        if gap := self.blocks * BLOCK_BYTES - len(header) - payload.nbytes:
-            self.buffers.append(bytearray(gap))
-        self.members.append((at, ref, payload, seq, framed, header))
-        self.following += 1
+
+class _Headers:
+    """Buffers for the headers of a run, used again by the next. In fresh memory each would cost a page fault."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, list[bytearray]] = {}
+
+    def take(self, nbytes: int, count: int) -> list[bytearray]:
+        """At least `count` buffers, until the next call."""
+        buffers = self._by_size.setdefault(nbytes, [])
+        buffers += [bytearray(nbytes) for _ in range(count - len(buffers))]
+        return buffers
 
 
 class _Reading:
@@ -78,11 +102,14 @@ class _Reading:
             self.outcomes[at] = GetOutcome.MISMATCH
             self.suspects.append(Doomed(ref.key, seq))
             return
+        framed = frame(ref, payload_bytes)
+        shape = (blocks, payload_bytes, len(framed))
         run = self._open
-        if run is None or not run.takes(blocks, slot):
+        if run is None or slot != run.following or slot == run.full or shape != run.shape:
             self.close()
-            run = self._open = _Run(blocks, slot)
-        run.add(at, ref, payload, seq)
+            run = self._open = _Run(shape, slot)
+        run.members.append(_Member(at, ref, payload, seq, framed))
+        run.following += 1
 
     def close(self) -> None:
         """Let the last run be read as it is."""
@@ -134,28 +161,33 @@ class PageGetter:
 
     def _read_runs(self, reading: _Reading) -> None:
         """Read runs until none is left. Two threads do this: verifying costs up to a third of what reading costs."""
+        headers = _Headers()
         with contextlib.suppress(IndexError):  # none left
             while True:
-                self._read_run(reading.whole.popleft(), reading.outcomes, reading.suspects)
+                run = reading.whole.popleft()
+                self._read_run(run, headers.take(run.header_bytes, len(run.members)), reading)
 
-    def _read_run(self, run: _Run, outcomes: list[GetOutcome], suspects: list[Doomed]) -> None:
+    def _read_run(self, run: _Run, headers: Sequence[bytearray], reading: _Reading) -> None:
         """Read neighbouring slots in one call, verify each, and enter what became of it."""
-        size = run.blocks * BLOCK_BYTES
+        outcomes, hit, medium = reading.outcomes, GetOutcome.HIT, self._medium
+        blocks, payload_bytes, framed_bytes = run.shape
+        size, wanted = blocks * BLOCK_BYTES, run.header_bytes + payload_bytes
         try:
-            got = self._slabs.read(run.blocks, run.slot, run.buffers)
+            got = self._slabs.read(blocks, run.slot, run.buffers(headers))
         except OSError:
             for member in run.members:
-                outcomes[member[0]] = GetOutcome.FAILED
+                outcomes[member.at] = GetOutcome.FAILED
             return
-        for at, ref, payload, seq, framed, header in run.members:
-            wanted = len(header) + payload.nbytes
-            believed = got if self._medium is None else self._medium.after_read(payload, min(got, wanted))
+        for header, member in zip(headers, run.members, strict=False):
+            framed, payload = member.framed, member.payload
+            believed = got if medium is None else medium.after_read(payload, min(got, wanted))
             got -= size
-            if believed >= wanted and header.startswith(framed) and sums_fit(header, len(framed), framed, payload):
-                outcomes[at] = GetOutcome.HIT
+            if believed >= wanted and header.startswith(framed) and sums_fit(header, framed_bytes, framed, payload):
+                outcomes[member.at] = hit
                 continue
-            outcomes[at] = _classify(ref, bytes(header) if believed >= len(header) else b"", payload.nbytes)
-            suspects.append(Doomed(ref.key, seq))
+            data = bytes(header) if believed >= len(header) else b""
+            outcomes[member.at] = _classify(member.ref, data, payload_bytes)
+            reading.suspects.append(Doomed(member.ref.key, member.seq))
 
 
 def _classify(ref: PageRef, data: bytes, payload_bytes: int) -> GetOutcome:

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
+import msgspec
 
 from storage.base import NamespaceInfo
 from storage.record import BLOCK_BYTES
@@ -68,8 +68,7 @@ slot_fields = _SLOT.unpack_from
 """`slot_fields(raw)`: (seq, blocks, slot, payload bytes, token bytes) of a value of `entries`: all that a reader needs."""
 
 
-@dataclass(slots=True)
-class Entry:
+class Entry(msgspec.Struct, gc=False):
     """Where a page is. The IndexWriter that gave it out owns it.
 
     seq: never given twice, so equal `seq` means the same record in the same slot.

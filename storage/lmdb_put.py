@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
+import msgspec
 
 from storage.base import PutOutcome
 from storage.helper import Helper
@@ -49,7 +50,7 @@ class Limits:
     quotas: Mapping[str, int] = field(default_factory=dict)
 
 
-class Pending(NamedTuple):
+class Pending(msgspec.Struct, frozen=True, gc=False):
     """A record ready to be written. at: its place in the caller's batch."""
 
     at: int
@@ -263,19 +264,17 @@ class PagePutter:
 
     def _store(self, writer: IndexWriter, todo: Sequence[Pending], room: _Room) -> dict[int, PutOutcome]:
         fresh: dict[int, list[Pending]] = defaultdict(list)
-        outcomes: dict[int, PutOutcome] = {}
-        keys: set[bytes] = set()
+        outcomes = dict.fromkeys([record.at for record in todo], PutOutcome.STORED)
         now_ns = self._clock()
-        writer.look_up(record.ref.key for record in todo)
-        for record in todo:
-            key = record.ref.key
-            if key in keys or writer.entry(key) is not None:
+        keys = [record.ref.key for record in todo]
+        there = writer.look_up(keys)
+        for record, key in zip(todo, keys, strict=True):
+            if key in there:
                 outcomes[record.at] = PutOutcome.PRESENT
                 writer.touch(key, now_ns)
             else:
-                outcomes[record.at] = PutOutcome.STORED
                 fresh[record.blocks].append(record)
-                keys.add(key)
+                there.add(key)
         needs = Counter({blocks: len(records) for blocks, records in fresh.items()})
         growth = sum(writer.growth_bytes(blocks, count) for blocks, count in needs.items())
         self._drain(writer, needs, writer.disk_bytes + growth - room.disk_bytes)

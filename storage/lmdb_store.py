@@ -159,6 +159,9 @@ class LmdbStore:
     def get_many(self, refs: Sequence[PageRef], into: Sequence[memoryview]) -> list[GetOutcome]:
         with self._session:
             outcomes, suspects = self._getter.get(refs, into)
+            if outcomes.count(GetOutcome.HIT) == len(refs):
+                self._touch(refs)
+                return outcomes
             changed = {suspect.key for suspect in suspects if self._getter.has_changed(suspect)}
             if changed:
                 outcomes = [GetOutcome.ABSENT if ref.key in changed else o for ref, o in zip(refs, outcomes, strict=True)]
@@ -283,16 +286,19 @@ class LmdbStore:
         chunk: list[Pending] = []
         size, tenant = 0, ""
         most = min(_CHUNK_RECORDS, self._folder.index_bytes // _INDEX_BYTES_A_RECORD)
-        for at, (ref, payload) in enumerate(records):
-            space = self._spaces.get(ref.namespace)
+        for at, record in enumerate(records):
+            ref, payload = record.ref, record.payload
+            key, _, namespace, tokens = ref
+            space = self._spaces.get(namespace)
             if space is None:
-                raise ValueError(f"namespace {ref.namespace.hex()} is not registered")
-            full = len(chunk) == most or size + payload.nbytes > _CHUNK_BYTES
+                raise ValueError(f"namespace {namespace.hex()} is not registered")
+            nbytes = payload.nbytes
+            full = len(chunk) == most or size + nbytes > _CHUNK_BYTES
             if chunk and (full or space.info.tenant != tenant):
                 yield chunk
                 chunk, size = [], 0
-            chunk.append(Pending(at, ref, space, slot_blocks(len(ref.key), len(ref.tokens), payload.nbytes), payload))
-            size, tenant = size + payload.nbytes, space.info.tenant
+            chunk.append(Pending(at, ref, space, slot_blocks(len(key), len(tokens), nbytes), payload))
+            size, tenant = size + nbytes, space.info.tenant
         if chunk:
             yield chunk
 

@@ -25,7 +25,7 @@ from storage.lmdb_index import (
 from storage.record import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Sequence
 
     import lmdb
 
@@ -59,12 +59,14 @@ class IndexWriter:
             return self._entries[key]
         return self._keep(key, self._txn.get(key, db=self._index.entries) if key else None)
 
-    def look_up(self, keys: Iterable[bytes]) -> None:
-        """Have the entries of many keys at hand for `entry`: in one call, which takes half the time of one a key."""
+    def look_up(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Have the entries of many keys at hand for `entry`, and return the keys that have one. One call for all takes half the
+        time of one a key."""
         wanted = [key for key in keys if key not in self._entries]
         self._entries.update(dict.fromkeys(wanted))
         for key, raw in self._txn.cursor(db=self._index.entries).getmulti(wanted):
             self._keep(bytes(key), raw)
+        return {key for key in keys if self._entries[key] is not None}
 
     def space_bytes(self, number: int) -> int:
         """Bytes of slots that a namespace holds."""

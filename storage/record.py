@@ -17,6 +17,7 @@ Zeros fill the header's last block. Integers are little-endian. The checksum cov
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -73,13 +74,17 @@ def padded_bytes(framed_bytes: int) -> int:
 
 def frame(ref: PageRef, payload_bytes: int) -> bytes:
     """Encode all that a header says of `ref`, up to its sums. Equal frames mean that every field agrees."""
-    key_bytes = len(ref.key)
-    if len(ref.parent_key) != key_bytes or len(ref.namespace) != key_bytes:
+    key, parent_key, namespace, tokens = ref
+    if len(parent_key) != len(key) or len(namespace) != len(key):
         raise ValueError("key, parent key and namespace must have one length")
+    return b"".join((_fixed(len(key), len(tokens), payload_bytes), namespace, key, parent_key, tokens))
+
+
+@lru_cache(1024)
+def _fixed(key_bytes: int, token_bytes: int, payload_bytes: int) -> bytes:
     if payload_bytes > _MAX_PAYLOAD_BYTES:
         raise ValueError(f"a payload of {payload_bytes} bytes is over 4 GiB")
-    fixed = _FIXED.pack(_MAGIC, RECORD_VERSION, key_bytes, len(ref.tokens), payload_bytes)
-    return b"".join((fixed, ref.namespace, ref.key, ref.parent_key, ref.tokens))
+    return _FIXED.pack(_MAGIC, RECORD_VERSION, key_bytes, token_bytes, payload_bytes)
 
 
 def seal(framed: bytes, payload: memoryview) -> bytes:

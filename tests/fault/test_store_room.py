@@ -130,7 +130,9 @@ def test_a_store_of_tiny_pages_is_full_when_its_index_is(tmp_path: Path) -> None
     store = load.open_store(tmp_path / "store", capacity=256 << 20)
     records = tiny_pages(12_000)
     for at in range(0, 12_000, 500):
-        batch = [record._replace(ref=record.ref._replace(parent_key=load.NAMESPACE)) for record in records[at : at + 500]]
+        batch = [
+            PageRecord(record.ref._replace(parent_key=load.NAMESPACE), record.payload) for record in records[at : at + 500]
+        ]
         assert set(store.put_many(batch)) == {PutOutcome.STORED}
     stats = store.stats()
     assert 5000 < stats.pages < 12_000
