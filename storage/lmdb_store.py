@@ -286,6 +286,7 @@ class LmdbStore:
         chunk: list[Pending] = []
         size, tenant = 0, ""
         most = min(_CHUNK_RECORDS, self._folder.index_bytes // _INDEX_BYTES_A_RECORD)
+        shape, blocks = (0, 0, 0), 0
         for at, record in enumerate(records):
             ref, payload = record.ref, record.payload
             key, _, namespace, tokens = ref
@@ -293,11 +294,13 @@ class LmdbStore:
             if space is None:
                 raise ValueError(f"namespace {namespace.hex()} is not registered")
             nbytes = payload.nbytes
+            if shape != (own := (len(key), len(tokens), nbytes)):
+                shape, blocks = own, slot_blocks(*own)
             full = len(chunk) == most or size + nbytes > _CHUNK_BYTES
             if chunk and (full or space.info.tenant != tenant):
                 yield chunk
                 chunk, size = [], 0
-            chunk.append(Pending(at, ref, space, slot_blocks(len(key), len(tokens), nbytes), payload))
+            chunk.append(Pending(at, ref, space, blocks, payload))
             size, tenant = size + nbytes, space.info.tenant
         if chunk:
             yield chunk
