@@ -225,8 +225,11 @@ class EngineCore:
             self.cache.observe_compute(chunks, time.perf_counter() - begun_s)
         return logits
 
-    def _advance(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> TokensOut:
-        """Append a sampled token, and end the request if it was its last."""
+    def _advance(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> ToServer:
+        """Append a sampled token, and end the request if it was its last, or if its grammar gave up."""
+        grammar = request.sampling_state.grammar
+        if grammar is not None and (error := grammar.error) is not None:
+            return self._fail(request, f"the answer can't follow its grammar any further: {error}", 400)
         request.lease.append(token)
         request.generated += 1
         self._metrics.generated_tokens.inc()

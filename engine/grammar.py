@@ -2,18 +2,22 @@
 
 A grammar is compiled by a thread of its own, since a large one takes up to a second; requests wait for it outside of the
 scheduler. What was compiled is kept and copied, so `n` answers, or the next request with the same schema, wait for nothing.
+
+Masks are computed in the steps that all requests share, so what one may cost is limited: a grammar that exceeds it is refused,
+at once where its first masks show it, or where the answer gets to the part that does.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from hicache.errors import RequestRefused
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from llguidance import LLTokenizer
+    from numpy.typing import NDArray
 
     from engine.messages import GenerateRequest, GrammarSpec
     from engine.tokenizer import Tokenizer
@@ -33,6 +38,11 @@ logger = logging.getLogger(__name__)
 KEPT = 128
 """Compiled grammars kept for later requests."""
 MAX_SOURCE_CHARS = 1 << 20
+MAX_SYMBOLS = 30_000
+"""Symbols in the productions of a grammar: time to compile grows with their square."""
+MAX_STEP_ITEMS = {"json_schema": 50_000, "regex": 10_000, "ebnf": 10_000}
+"""Parser items that a mask may take. Those of an ambiguous EBNF cost the more the more there are, up to seconds in all."""
+FIRST_TOKENS_TRIED = 8
 WHITESPACE = r"(\n[ \t]{0,40}| )?"
 """What may stand between two parts of a JSON text: without a bound, a weak model can go on with blanks for ever."""
 
@@ -50,9 +60,14 @@ class GrammarState:
         """Whether nothing but the end may follow."""
         return self._matcher.is_stopped()
 
+    @property
+    def error(self) -> str | None:
+        """Why the answer can't go on: the grammar costs more than a step may."""
+        return _first_lines(self._matcher.get_error()) if self._matcher.is_error() else None
+
     def mask(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits (vocab,) with minus infinity for every token that may not come next."""
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        """Logits (vocab,) with minus infinity for every token that may not come next. After an `error` only the end may."""
+        bits = _mask(self._matcher)
         allowed = torch.zeros(logits.shape[0], dtype=torch.bool)
         count = min(len(bits), logits.shape[0])
         allowed[:count] = torch.from_numpy(bits[:count]).bool()
@@ -136,10 +151,29 @@ class Grammars:
             raise RequestRefused(f"a grammar has at most {MAX_SOURCE_CHARS} characters")
         if self._ll is None:
             self._ll = self._tokenizer.for_grammars(sorted(self._eos_ids))
-        matcher = LLMatcher(self._ll, _as_llguidance(spec), log_level=0)
-        if matcher.is_error():
-            raise RequestRefused(f"the {spec.kind} can't be used as a grammar: {_first_lines(matcher.get_error())}")
+        limits = LLParserLimits(max_grammar_size=MAX_SYMBOLS, step_max_items=MAX_STEP_ITEMS[spec.kind], verbose_errors=False)
+        matcher = LLMatcher(self._ll, _as_llguidance(spec), log_level=0, limits=limits)
+        for trial in (matcher, *_beginnings(matcher)):
+            if trial.is_error():
+                raise RequestRefused(f"the {spec.kind} can't be used as a grammar: {_first_lines(trial.get_error())}")
         return matcher
+
+
+def _mask(matcher: LLMatcher) -> NDArray[np.uint8]:
+    """Which tokens may come next: (vocab, rounded up to 32), 1 for those."""
+    return np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+
+
+def _beginnings(matcher: LLMatcher) -> Iterator[LLMatcher]:
+    """Copies that have computed the first mask and, each after another first token, the second; few, if many may be first."""
+    trial = matcher.deep_copy()
+    first = np.flatnonzero(_mask(trial))[:FIRST_TOKENS_TRIED]
+    yield trial
+    for token in first.tolist():
+        trial = matcher.deep_copy()
+        trial.consume_token(token)
+        trial.compute_bitmask()
+        yield trial
 
 
 def _as_llguidance(spec: GrammarSpec) -> str:
@@ -158,4 +192,4 @@ def _as_llguidance(spec: GrammarSpec) -> str:
 
 def _first_lines(text: str) -> str:
     """An error in one line, without the parser's state."""
-    return " ".join(text.split("<state>")[0].split())[:300]
+    return " ".join(re.split("<state>|<non-verbose", text)[0].split())[:300]

@@ -41,6 +41,10 @@ def held_to(spec: GrammarSpec, tokens: int = 200, **fields: Any) -> SamplingPara
     return SamplingParams(max_new_tokens=tokens, grammar=spec, **fields)
 
 
+def fields(count: int) -> dict[str, Any]:
+    return {f"p{i}": {"type": "string", "maxLength": 2} for i in range(count)}
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(3, 259, length).tolist()
 
@@ -102,6 +106,54 @@ def test_a_bad_grammar_is_refused_and_others_go_on(engine: Callable[..., Driver]
     assert driver.failed[rid].status == 400
     assert spec.kind in driver.failed[rid].message or "grammar" in driver.failed[rid].message
     assert len(driver.tokens[other]) == 8
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": fields(10_000)},
+        {"type": "object", "properties": fields(1000)},
+        {"anyOf": [{"type": "object", "properties": fields(10)}] * 200},
+    ],
+)
+def test_a_schema_that_would_slow_every_step_is_refused_before_the_first_token(
+    engine: Callable[..., Driver], schema: dict[str, Any]
+) -> None:
+    driver = engine()
+    rid = driver.add(prompt(9), sampling=held_to(GrammarSpec("json_schema", json.dumps(schema))))
+    while not driver.core.idle:
+        driver.step()
+    assert driver.tokens[rid] == []
+    assert driver.failed[rid].status == 400
+    assert re.search("too big|items", driver.failed[rid].message)
+
+
+@pytest.mark.parametrize("required", [0, 400])
+def test_a_schema_may_have_hundreds_of_properties(
+    engine: Callable[..., Driver], text: Callable[[list[int]], str], required: int
+) -> None:
+    driver = engine()
+    schema = {"type": "object", "properties": fields(400), "required": list(fields(required)), "additionalProperties": False}
+    rid = driver.add(prompt(9), sampling=held_to(GrammarSpec("json_schema", json.dumps(schema)), tokens=60, temperature=1.0))
+    driver.run()
+    assert not driver.failed
+    assert text(driver.tokens[rid]).startswith("{")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_that_grows_too_costly_ends_its_request_with_an_error(
+    engine: Callable[..., Driver], temperature: float
+) -> None:
+    driver = engine()
+    wide = {"type": "object", "properties": fields(1000)}
+    schema = {"type": "object", "properties": {"a": {"const": "x"}, "b": wide}, "required": ["a", "b"]}
+    rid = driver.add(prompt(9), sampling=held_to(GrammarSpec("json_schema", json.dumps(schema)), temperature=temperature))
+    other = driver.add(prompt(9, 1), 30)
+    driver.run()
+    assert driver.tokens[rid]
+    assert driver.failed[rid].status == 400
+    assert "items" in driver.failed[rid].message
+    assert len(driver.tokens[other]) == 30
 
 
 def test_a_retracted_request_goes_on_where_its_grammar_stood(
