@@ -339,6 +339,7 @@ class EngineCore:
             "eviction_policy": config.eviction,
             "schedule_policy": self._config.schedule_policy,
             "vocab_size": self._model.vocab_size,
+            "eos_token_ids": sorted(self._model.eos_token_ids),
             "fingerprint": self._fingerprint,
         }
 

@@ -174,6 +174,7 @@ class HiCache:
         Pages on their way for another request are waited for, not loaded twice.
         """
         assert lease.state is LeaseState.WAITING, f"a lease is admitted once, and this one is {lease.state.name}"
+        assert self._t.tree.holds(lease.root), "a lease is admitted on the cache that it was opened on"
         t = self._t
         match = self._match(lease) if self.config.reuse else None
         if match is not None and self._on_their_way(match):
@@ -267,6 +268,7 @@ class HiCache:
     def release(self, lease: Lease) -> None:
         """End a lease, in any state; shared pages stay in the cache, own ones are freed. Idempotent."""
         if lease.state is not LeaseState.RELEASED:
+            assert self._t.tree.holds(lease.root), "a lease is released on the cache that it was opened on"
             self.suspend(lease)
             self._t.tree.drop_root(lease.root)
             lease.state = LeaseState.RELEASED

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from hicache.checks import check_count
 from hicache.errors import ConfigError
 from hicache.keys import HASH_ALGOS
 
@@ -46,10 +47,9 @@ class PrefetchConfig:
     def __post_init__(self) -> None:
         if self.policy not in get_args(PrefetchPolicy):
             raise ConfigError(f"prefetch policy must be one of {', '.join(get_args(PrefetchPolicy))}, not {self.policy}")
-        if self.threshold_tokens < 0:
-            raise ConfigError(f"the prefetch threshold can't be negative: {self.threshold_tokens}")
-        if self.overlap_tokens < 1:
-            raise ConfigError(f"at least 1 token must be computed while others are read, not {self.overlap_tokens}")
+        check_count("the prefetch threshold in tokens", self.threshold_tokens, least=0)
+        check_count("the bytes of a prefetch's operation", self.batch_bytes)
+        check_count("the tokens to compute while others are read", self.overlap_tokens)
         for seconds in (self.timeout_base_s, self.timeout_per_ki_token_s):
             if not 0 <= seconds < math.inf:
                 raise ConfigError(f"a prefetch timeout must be 0 s or more, not {seconds}")
@@ -84,18 +84,15 @@ class CacheConfig:
     hash_algo: str = "xxh3_128"
 
     def __post_init__(self) -> None:
-        if self.device_pages < 1:
-            raise ConfigError(f"the device pool needs at least 1 page, not {self.device_pages}")
-        if self.host_pages < 0:
-            raise ConfigError(f"host pages can't be negative: {self.host_pages}")
+        check_count("the size of the device pool in pages", self.device_pages)
+        check_count("the size of the host pool in pages", self.host_pages, least=0)
+        check_count("the hit threshold", self.hit_threshold)
         literals = {"write_policy": WritePolicy, "eviction": EvictionPolicy, "storage_admission": StorageAdmission}
         for name, choices in literals.items():
             if getattr(self, name) not in get_args(choices):
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, not {getattr(self, name)}")
         if self.hash_algo not in HASH_ALGOS:
             raise ConfigError(f"hash_algo must be one of {', '.join(HASH_ALGOS)}, not {self.hash_algo}")
-        if self.hit_threshold < 1:
-            raise ConfigError(f"the hit threshold must be at least 1, not {self.hit_threshold}")
         if not 0 <= self.watermark_low <= self.watermark_high < 1:
             raise ConfigError("watermarks must satisfy 0 <= low <= high < 1")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from hicache.checks import check_count
 from hicache.errors import ConfigError
 
 __all__ = ["DTYPE_BYTES", "LayerGeometry", "PageGeometry"]
@@ -24,6 +25,11 @@ class LayerGeometry:
     k_dim: int
     v_dim: int
 
+    def __post_init__(self) -> None:
+        check_count("the KV heads of a layer", self.kv_heads)
+        check_count("the dimension of K", self.k_dim)
+        check_count("the dimension of V", self.v_dim, least=0)
+
 
 @dataclass(frozen=True)
 class PageGeometry:
@@ -34,8 +40,7 @@ class PageGeometry:
     layers: tuple[LayerGeometry, ...]
 
     def __post_init__(self) -> None:
-        if self.page_size < 1:
-            raise ConfigError(f"page size must be at least 1 token, not {self.page_size}")
+        check_count("the page size in tokens", self.page_size)
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"KV dtype must be one of {', '.join(DTYPE_BYTES)}, not {self.dtype}")
         if not self.layers:

@@ -132,6 +132,10 @@ class RadixTree:
         root.users -= 1
         self._forget_bare_root(root)
 
+    def holds(self, root: Node) -> bool:
+        """Whether a root is one of this tree's."""
+        return self.roots.get(root.hashes) is root
+
     def rename_root(self, key: bytes, new: bytes) -> None:
         """Give a root another key of the same length; unknown keys are ignored."""
         if (root := self.roots.pop(key, None)) is not None:

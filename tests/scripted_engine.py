@@ -34,10 +34,12 @@ from engine.pipes import EnginePipes
 if TYPE_CHECKING:
     from engine.config import ServeConfig
 
-__all__ = ["CONTEXT_LENGTH", "run_crashing", "run_half_connected", "run_refusing", "run_scripted"]
+__all__ = ["CONTEXT_LENGTH", "EOS_TOKEN_IDS", "run_crashing", "run_half_connected", "run_refusing", "run_scripted"]
 
 CONTEXT_LENGTH = 512
-INFO = {"model": "scripted", "context_length": CONTEXT_LENGTH}
+EOS_TOKEN_IDS = (0, 2)
+"""End tokens: the demo model's own, and one more."""
+INFO = {"model": "scripted", "context_length": CONTEXT_LENGTH, "eos_token_ids": EOS_TOKEN_IDS}
 
 
 class Scripted:

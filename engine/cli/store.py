@@ -31,6 +31,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _AGE_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _SHOWN = 20
+PROGRESS_AFTER_S = 0.2
+"""What is done by then, or can't begin, shows no progress bar."""
 
 
 @app.command()
@@ -109,7 +111,7 @@ def _errors_told() -> Iterator[None]:
 
 @contextmanager
 def _progress(name: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
-    with tqdm(desc=name, unit="page", disable=not shown) as bar:
+    with tqdm(desc=name, unit="page", disable=not shown, delay=PROGRESS_AFTER_S) as bar:
 
         def advance(done: int, total: int) -> None:
             bar.total = total

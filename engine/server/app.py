@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from engine.server import admin_api, chat_api, hints_api, native_api, openai_api, responses_api
 from engine.server.errors import add_error_handlers
 from engine.server.guard import Guard
+from engine.server.validation import add_validation_handler
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -26,4 +27,5 @@ def create_app(service: Service) -> ASGIApp:
     for api in (chat_api, openai_api, responses_api, native_api, hints_api, admin_api):
         app.include_router(api.router)
     add_error_handlers(app)
+    add_validation_handler(app)
     return Guard(app, service.config, service.metrics)

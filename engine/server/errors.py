@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING
 
 import msgspec
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -14,8 +13,7 @@ from engine.client import EngineDead, EngineError, EngineFailed
 from hicache.errors import RequestRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
+    from collections.abc import Mapping
 
     from fastapi import FastAPI
     from starlette.requests import Request
@@ -107,25 +105,7 @@ def add_error_handlers(app: FastAPI) -> None:
         message = known.get(error.status_code, str(error.detail))
         return error_response(ApiError(error.status_code, message, headers=error.headers))
 
-    async def validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return error_response(_validation_error(error.errors()))
-
     for kind in (ApiError, RequestRefused, EngineError):
         app.add_exception_handler(kind, ours)
     app.add_exception_handler(Exception, ours)
     app.add_exception_handler(HTTPException, framework)
-    app.add_exception_handler(RequestValidationError, validation)
-
-
-def _validation_error(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Say the first problem of a body in one line, with the parameter it is about."""
-    first = problems[0]
-    where = [str(part) for part in first["loc"] if part != "body"]
-    param = ".".join(where).encode(errors="replace").decode() or None
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
-    if first["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON")
-    message = str(first["msg"]).removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {message}" if param else message, param=param)

@@ -80,6 +80,11 @@ class Service:
         """Most tokens, prompt and answer together, that one sequence can have."""
         return int(self.client.info["context_length"])
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer of this model: not the tokenizer's alone."""
+        return frozenset(self.client.info["eos_token_ids"])
+
     async def encode(self, prompt: str | list[int], *, param: str) -> list[int]:
         """Ids of a prompt that is text or ids already. Raises ApiError."""
         if isinstance(prompt, str):
@@ -158,7 +163,7 @@ class Service:
 
     async def run(self, job: Job) -> AsyncGenerator[Piece, None]:
         """Generate one sequence as text; what follows a stop string is aborted in the engine."""
-        text = _SequenceText(self.tokenizer, job)
+        text = _SequenceText(self.tokenizer, self.eos_token_ids, job)
         watch = _Stopwatch(self.metrics)
         try:
             async with aclosing(self.client.generate(job.request)) as outs:
@@ -178,9 +183,9 @@ class Service:
 class _SequenceText:
     """Text of one sequence: detokeniser, then stop strings."""
 
-    def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
+    def __init__(self, tokenizer: Tokenizer, eos_ids: frozenset[int], job: Job) -> None:
         self._job = job
-        self._eos = tokenizer.eos_token_id
+        self._ends = eos_ids.union(job.request.sampling.stop_token_ids)
         self._characters = Detokenizer(tokenizer, skip_special_tokens=job.skip_special_tokens)
         self._stops = StopStrings(job.stops)
 
@@ -202,8 +207,7 @@ class _SequenceText:
         """The token that ended the sequence, if one did."""
         if out.finish_reason != "stop" or not out.token_ids:
             return None
-        last = out.token_ids[-1]
-        return last if last == self._eos or last in self._job.request.sampling.stop_token_ids else None
+        return out.token_ids[-1] if out.token_ids[-1] in self._ends else None
 
     def _piece(self, out: TokensOut, text: str, reason: FinishReason | None, matched: str | int | None) -> Piece:
         return Piece(text, out.token_ids, out.logprobs, reason, matched, out.prompt_tokens, out.cached, out.prompt_logprobs)

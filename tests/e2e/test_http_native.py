@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.server.native_schemas import NativeSampling
 from engine.server.schemas import CompletionBody
+from tests.scripted_engine import EOS_TOKEN_IDS
 
 SLOW = {"text": "one two three " * 30, "extra_key": "slow"}
 
@@ -75,6 +76,17 @@ def test_a_stop_token_is_reported_and_not_shown(http, tokenizer):
     assert answer["text"] == "one two"
     assert answer["output_ids"] == ids
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids[-1]}
+
+
+@pytest.mark.parametrize("end", EOS_TOKEN_IDS)
+def test_every_end_token_of_the_model_is_reported_and_shown_only_on_demand(http, tokenizer, end):
+    ids = [*tokenizer.encode("one two"), end]
+    params = {"skip_special_tokens": False}
+    trimmed = generate(http, input_ids=ids, sampling_params=params)
+    kept = generate(http, input_ids=ids, sampling_params={**params, "no_stop_trim": True})
+    assert trimmed["text"] == "one two"
+    assert kept["text"] == "one two" + tokenizer.decode([end], skip_special_tokens=False)
+    assert trimmed["meta_info"]["finish_reason"] == {"type": "stop", "matched": end}
 
 
 def test_log_probabilities_come_as_triples(http, tokenizer):

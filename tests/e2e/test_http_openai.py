@@ -263,6 +263,41 @@ def test_bad_input_is_refused_in_openais_shape(http, path, body, says):
     assert error["type"] == ("rate_limit_error" if response.status_code == 429 else "invalid_request_error")
 
 
+TEXT_PART = {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("v1/completions", {"prompt": "a", "stop": ""}, "stop", "at least 1 character"),
+        ("v1/completions", {"prompt": "a", "stop": ["a", ""]}, "stop.1", "at least 1 character"),
+        ("v1/completions", {"prompt": "a", "stop": 5}, "stop", "valid list or a valid string"),
+        ("v1/completions", {"prompt": [1, "a"]}, "prompt.1", "valid integer"),
+        ("v1/completions", {"prompt": [[1], [2, -2]]}, "prompt.1.1", "greater than or equal to 0"),
+        ("v1/completions", {"prompt": 5}, "prompt", "valid string or a valid list"),
+        ("v1/completions", {"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias.a", "valid integer"),
+        ("v1/completions", {}, "prompt", "Field required"),
+        ("v1/completions", [1], None, "dictionary"),
+        (
+            "v1/chat/completions",
+            {"messages": [{"role": "user", "content": [TEXT_PART, {"type": "image_url"}]}]},
+            "messages.0.content.1.type",
+            "'text'",
+        ),
+        ("v1/chat/completions", {"messages": HI, "tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
+        ("generate", {"text": "a", "sampling_params": {"stop": ""}}, "sampling_params.stop", "at least 1 character"),
+        ("generate", {"text": "a", "sampling_params": {"bogus": 1}}, "sampling_params.bogus", "Unrecognized"),
+        ("generate", {"text": ["a"], "sampling_params": [{"top_p": 2}]}, "sampling_params.0.top_p", "less than or equal to 1"),
+        ("generate", {"text": "a", "logprob_start_len": ["x"]}, "logprob_start_len.0", "valid integer"),
+        ("v1/responses", {"input": [{"type": "bogus"}]}, "input.0.type", "'message'"),
+    ],
+)
+def test_what_is_wrong_is_named_as_it_was_written(http, path, body, param, message):
+    error = http.post(f"/{path}", json=body).json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+
+
 @pytest.mark.parametrize(
     "raw", [b"{", b"", b"null", b"[]", b'{"prompt": "\\ud800"}', b'{"\\ud800": 1, "prompt": "a"}', b"\xff"]
 )

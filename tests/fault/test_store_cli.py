@@ -81,7 +81,10 @@ def test_compact_tells_what_it_gave_back(folder: Path) -> None:
     assert "on disk before" in run(0, "compact", folder)
 
 
-def test_what_is_not_a_store_is_told(tmp_path: Path) -> None:
+def test_what_is_not_a_store_is_told_in_one_line(tmp_path: Path) -> None:
     for command in ("stat", "check", "scrub", "clear", "compact"):
-        run(2, command, tmp_path / "nothing")
+        done = CliRunner().invoke(app, [command, str(tmp_path / "nothing")])
+        assert done.exit_code == 2
+        (said,) = done.output.splitlines()
+        assert said.startswith("error: ")
     assert not (tmp_path / "nothing").exists()

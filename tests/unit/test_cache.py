@@ -329,6 +329,19 @@ def test_close_settles_what_a_waiting_request_had_in_flight() -> None:
     assert rig.cache._t.host.owned == rig.cache._t.tree.host_only_pages
 
 
+def test_a_lease_is_of_use_to_its_own_cache_alone() -> None:
+    rig, other = rig_of(), rig_of()
+    lease = rig.open([1, 2, 3]).lease
+    with pytest.raises(AssertionError, match="cache that it was opened on"):
+        other.cache.admit(lease, 0)
+    with pytest.raises(AssertionError, match="cache that it was opened on"):
+        other.cache.release(lease)
+    rig.settle()
+    assert rig.cache.admit(lease, 0)
+    rig.cache.release(lease)
+    recount(other, [])
+
+
 def test_release_is_idempotent_and_a_released_lease_stays_so() -> None:
     rig = rig_of()
     client = active(rig, [1, 2, 3])

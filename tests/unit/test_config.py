@@ -15,8 +15,10 @@ from hicache.policies.write import write_rules
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"device_pages": 0}, "at least 1 page"),
-        ({"host_pages": -1}, "negative"),
+        ({"device_pages": 0}, "device pool .* at least 1, not 0"),
+        ({"device_pages": 1.5}, "device pool .* whole number .* not 1.5"),
+        ({"host_pages": -1}, "host pool .* at least 0, not -1"),
+        ({"host_pages": "8"}, "host pool .* whole number"),
         ({"write_policy": "write_around"}, "write_through, write_through_selective, write_back, not write_around"),
         ({"eviction": "random"}, "lru, lfu, slru, fifo, priority, adaptive, not random"),
         ({"watermark_low": 0.5, "watermark_high": 0.2}, "low <= high"),
@@ -37,6 +39,8 @@ def test_what_cannot_work_is_refused(change: dict[str, object], why: str) -> Non
         ({"quota": 1.5}, "quota"),
         ({"quota": -0.1}, "quota"),
         ({"threshold_tokens": -1}, "threshold"),
+        ({"batch_bytes": 0}, "operation"),
+        ({"overlap_tokens": 0.5}, "whole number"),
         ({"timeout_base_s": -1.0}, "timeout"),
         ({"timeout_per_ki_token_s": float("nan")}, "timeout"),
     ],

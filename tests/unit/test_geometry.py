@@ -56,3 +56,11 @@ def test_description_differs_when_bytes_cannot_be_shared() -> None:
 def test_impossible_geometry_is_refused(page_size: int, dtype: str, layers: tuple[LayerGeometry, ...], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         PageGeometry(page_size, dtype, layers)
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"), [((0, 8, 8), "KV heads"), ((2, 0, 8), "dimension of K"), ((2, 8, -1), "of V"), ((1.5, 8, 8), "whole")]
+)
+def test_impossible_layer_is_refused(layer: tuple[int, int, int], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        LayerGeometry(*layer)
