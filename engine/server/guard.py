@@ -28,7 +28,7 @@ ADMIN_PATHS = frozenset({"/flush_cache", "/hicache/storage-backend", "/clear_hic
 CLOSED_PATHS = ADMIN_PATHS - {"/flush_cache"}
 """Open to nobody where no admin key is set."""
 OPEN_PATHS = frozenset({"/health", "/health_generate", "/metrics"})
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 16 << 20
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 

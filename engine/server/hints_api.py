@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from fastapi import APIRouter, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from engine.messages import CacheHint
 from engine.server.chat_api import encode_chat
 from engine.server.depends import ServiceDep  # noqa: TC001 - FastAPI reads the annotation
 from engine.server.responses import json_response
-from engine.server.schemas import ChatBody, ChatMessage
+from engine.server.schemas import ChatBody, Messages
 from engine.server.tool_schemas import MAX_TOOLS, Tool
-from engine.server.values import Key, TokenId, Ttl  # noqa: TC001 - pydantic reads the annotations
+from engine.server.values import Key, StrictBody, TokenIds, Ttl
 
 if TYPE_CHECKING:
     from engine.server.service import Service
@@ -23,14 +23,13 @@ __all__ = ["router"]
 router = APIRouter(prefix="/cache", tags=["cache"])
 
 
-class PrefixBody(BaseModel):
+class PrefixBody(StrictBody):
     """A prefix, as text, as a chat (without what begins the answer) or as token ids."""
 
-    model_config = ConfigDict(extra="forbid")
     text: Annotated[str, Field(min_length=1)] | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    input_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    messages: Messages | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    input_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     cache_salt: Key = ""
     extra_key: Key = ""
 

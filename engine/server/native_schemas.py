@@ -11,7 +11,8 @@ from engine.server.values import (
     INT32_MAX,
     MAX_BATCH,
     MAX_N,
-    Bias,
+    Batch,
+    Biases,
     Count0,
     Key,
     LogprobStart,
@@ -21,8 +22,10 @@ from engine.server.values import (
     Seed,
     Source,
     Stops,
+    StrictBody,
+    Strings,
     Temperature,
-    TokenId,
+    TokenIds,
     TopK,
     TopLogprobs,
     TopP,
@@ -35,12 +38,11 @@ from engine.server.values import (
 __all__ = ["AbortBody", "DetokenizeBody", "GenerateBody", "NativeSampling", "TokenizeBody"]
 
 T = TypeVar("T")
+Each = Annotated[list[T], Field(max_length=MAX_BATCH, fail_fast=True)]
 
 
-class NativeSampling(BaseModel):
+class NativeSampling(StrictBody):
     """`sampling_params` of POST /generate."""
-
-    model_config = ConfigDict(extra="forbid")
 
     max_new_tokens: Count0 | None = 128
     temperature: Temperature = 1.0
@@ -53,12 +55,12 @@ class NativeSampling(BaseModel):
     min_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     stop: Stops = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
-    logit_bias: dict[TokenId, Bias] | None = None
+    logit_bias: Biases | None = None
     seed: Seed | None = None
     sampling_seed: Seed | None = None
     regex: Source | None = None
@@ -95,14 +97,14 @@ class GenerateBody(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    text: str | Annotated[list[str], Field(min_length=1, max_length=MAX_BATCH)] | None = None
-    input_ids: Annotated[list[TokenId] | list[list[TokenId]], Field(min_length=1)] | None = None
-    sampling_params: NativeSampling | Annotated[list[NativeSampling], Field(min_length=1)] | None = None
-    rid: Key | list[Key] | None = None
+    text: str | Annotated[Strings, Field(min_length=1)] | None = None
+    input_ids: Annotated[TokenIds | Batch, Field(min_length=1)] | None = None
+    sampling_params: NativeSampling | Annotated[Each[NativeSampling], Field(min_length=1)] | None = None
+    rid: Key | Each[Key] | None = None
     stream: bool = False
-    return_logprob: bool | list[bool] = False
-    top_logprobs_num: TopLogprobs | list[TopLogprobs | None] | None = None
-    logprob_start_len: LogprobStart | list[LogprobStart | None] | None = None
+    return_logprob: bool | Each[bool] = False
+    top_logprobs_num: TopLogprobs | Each[TopLogprobs | None] | None = None
+    logprob_start_len: LogprobStart | Each[LogprobStart | None] | None = None
     return_text_in_logprobs: bool = False
     cache_salt: Key | None = None
     extra_key: Key | None = None
@@ -160,14 +162,14 @@ class TokenizeBody(BaseModel):
     """POST /tokenize."""
 
     model_config = ConfigDict(extra="ignore")
-    prompt: str | Annotated[list[str], Field(max_length=MAX_BATCH)]
+    prompt: str | Strings
 
 
 class DetokenizeBody(BaseModel):
     """POST /detokenize."""
 
     model_config = ConfigDict(extra="ignore")
-    tokens: list[TokenId] | Annotated[list[list[TokenId]], Field(max_length=MAX_BATCH)]
+    tokens: TokenIds | Batch
     skip_special_tokens: bool = True
 
 

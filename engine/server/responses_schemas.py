@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.messages import GrammarSpec  # noqa: TC001 - pydantic reads the annotation
 from engine.server.schemas import ChatBody, ChatMessage, JsonSchemaFormat, ResponseFormat
-from engine.server.values import Count, Key, Priority, Temperature, TopP  # noqa: TC001 - pydantic reads the annotations
+from engine.server.values import MAX_MESSAGES, Count, Key, Priority, StrictBody, Temperature, TopP
 
 __all__ = [
     "CachedInput",
@@ -37,7 +37,7 @@ class InputMessage(BaseModel):
     model_config = ConfigDict(extra="ignore")
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText]
+    content: str | Annotated[list[InputText], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
     @property
     def as_chat(self) -> ChatMessage:
@@ -67,13 +67,14 @@ class TextSettings(BaseModel):
     format: TextFormat = TextFormat()
 
 
-class ResponsesBody(BaseModel):
+class ResponsesBody(StrictBody):
     """POST /v1/responses. Nothing is stored, so an earlier response can't be gone on from by its id."""
 
-    model_config = ConfigDict(extra="forbid")
-
     model: str = ""
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputMessage], Field(min_length=1)]
+    input: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    )
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: Temperature | None = None

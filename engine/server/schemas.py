@@ -15,9 +15,11 @@ from engine.server.tool_schemas import MAX_TOOLS, MessageToolCall, NamedTool, To
 from engine.server.values import (
     INT32_MAX,
     MAX_BATCH,
+    MAX_MESSAGES,
     MAX_N,
     MAX_TOP_LOGPROBS,
-    Bias,
+    Batch,
+    Biases,
     Count,
     Count0,
     Key,
@@ -27,8 +29,10 @@ from engine.server.values import (
     Seed,
     Source,
     Stops,
+    StrictBody,
+    Strings,
     Temperature,
-    TokenId,
+    TokenIds,
     TopK,
     TopP,
     Ttl,
@@ -39,7 +43,7 @@ from engine.server.values import (
     top_k_of,
 )
 
-__all__ = ["ChatBody", "ChatMessage", "CompletionBody", "JsonSchemaFormat", "OpenAIBody", "ResponseFormat"]
+__all__ = ["ChatBody", "ChatMessage", "CompletionBody", "JsonSchemaFormat", "Messages", "OpenAIBody", "ResponseFormat"]
 
 
 class StreamOptions(BaseModel):
@@ -85,10 +89,8 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class OpenAIBody(BaseModel):
+class OpenAIBody(StrictBody):
     """What chat and completions have in common."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     model: str = ""
     stream: bool = False
@@ -101,7 +103,7 @@ class OpenAIBody(BaseModel):
     top_p: TopP | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[TokenId, Bias] | None = None
+    logit_bias: Biases | None = None
     # taken and without effect here
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -111,7 +113,7 @@ class OpenAIBody(BaseModel):
     repetition_penalty: Repetition = 1.0
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     ignore_eos: bool = False
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: TokenIds = Field(default_factory=list)
     skip_special_tokens: bool = True
     response_format: ResponseFormat | None = None
     regex: Source | None = None
@@ -191,9 +193,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     cache_control: CacheControl | None = None
 
@@ -225,21 +227,24 @@ class ChatMessage(BaseModel):
         return self.content or ""
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+
 class ChatBody(OpenAIBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     store: bool | None = None
     service_tier: str | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     continue_final_message: bool = False
 
     @property
@@ -299,7 +304,7 @@ class ChatBody(OpenAIBody):
         return self
 
 
-Prompt = str | list[TokenId] | list[str] | list[list[TokenId]]
+Prompt = str | TokenIds | Strings | Batch
 
 
 class CompletionBody(OpenAIBody):

@@ -1,21 +1,27 @@
-"""Types of parameters with their limits, and the few functions that several kinds of requests share."""
+"""Types of parameters with their limits, and the few functions that several kinds of requests share.
+
+Bodies are validated on the event loop. So lists are given up at their first bad item (`fail_fast`), and what has far too many
+keys is not read: pydantic takes minutes to describe the millions of mistakes that one body has room for.
+"""
 
 from __future__ import annotations
 
 import json
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from engine.messages import GrammarSpec
 
 __all__ = [
     "INT32_MAX",
     "MAX_BATCH",
+    "MAX_MESSAGES",
     "MAX_N",
     "MAX_STOPS",
     "MAX_TOP_LOGPROBS",
-    "Bias",
+    "Batch",
+    "Biases",
     "Count",
     "Count0",
     "Key",
@@ -27,8 +33,11 @@ __all__ = [
     "Source",
     "StopString",
     "Stops",
+    "StrictBody",
+    "Strings",
     "Temperature",
     "TokenId",
+    "TokenIds",
     "TopK",
     "TopLogprobs",
     "TopP",
@@ -46,10 +55,16 @@ MAX_N = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_BATCH = 1024
+MAX_MESSAGES = 1 << 16
+MAX_KEYS = 1 << 10
+MAX_BIASES = 1 << 16
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Batch = Annotated[list[TokenIds], Field(max_length=MAX_BATCH, fail_fast=True)]
+Strings = Annotated[list[str], Field(max_length=MAX_BATCH, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-Stops = Annotated[list[StopString], Field(max_length=MAX_STOPS)] | StopString | None
+Stops = Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | StopString | None
 Key = Annotated[str, Field(max_length=1024)]
 Ttl = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 Source = Annotated[str, Field(max_length=1 << 20)]
@@ -66,6 +81,28 @@ Repetition = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 LogprobStart = Annotated[int, Field(ge=-1, le=INT32_MAX)]
+
+
+def _few_biases(given: object) -> object:
+    if isinstance(given, dict) and len(given) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens")
+    return given
+
+
+Biases = Annotated[dict[TokenId, Bias], BeforeValidator(_few_biases)]
+
+
+class StrictBody(BaseModel):
+    """An object that refuses keys it doesn't know."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_keys(cls, given: object) -> object:
+        if isinstance(given, dict) and len(given) > MAX_KEYS:
+            raise ValueError(f"at most {MAX_KEYS} parameters")
+        return given
 
 
 def json_grammar(schema: str | dict[str, Any] | bool) -> GrammarSpec:

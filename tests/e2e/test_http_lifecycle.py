@@ -118,7 +118,7 @@ async def test_a_body_of_unknown_length_is_read_up_to_the_limit(tokenizer):
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
         response = await http.post("/v1/completions", content=too_much())
     assert response.status_code == 413
-    assert "64 MiB" in response.json()["error"]["message"]
+    assert "16 MiB" in response.json()["error"]["message"]
 
 
 def test_the_cache_report_splits_by_tier(tokenizer):

@@ -7,6 +7,7 @@ import json
 import openai
 import pytest
 
+from engine.server import validation
 from tests.scripted_engine import CONTEXT_LENGTH
 
 HI = [{"role": "user", "content": "Hello there"}]
@@ -296,6 +297,36 @@ def test_what_is_wrong_is_named_as_it_was_written(http, path, body, param, messa
     error = http.post(f"/{path}", json=body).json()["error"]
     assert error["param"] == param
     assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("v1/completions", {"prompt": [{}] * 3000}, "prompt.0"),
+        ("v1/completions", {"prompt": [["x"] * 3000]}, "prompt.0.0"),
+        ("v1/completions", {"prompt": [[]] * 3000}, "prompt"),
+        ("v1/completions", {"prompt": "a", **{f"k{i}": 1 for i in range(3000)}}, None),
+        ("v1/completions", {"prompt": "a", "logit_bias": {f"k{i}": 1 for i in range(70_000)}}, "logit_bias"),
+        ("v1/completions", {"prompt": "a", "stop_token_ids": ["x"] * 3000}, "stop_token_ids.0"),
+        ("v1/chat/completions", {"messages": [{}] * 3000}, "messages.0.role"),
+        ("v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * 3000}]}, "messages.0.content.0.type"),
+        ("generate", {"input_ids": ["x"] * 3000}, "input_ids.0"),
+        ("generate", {"text": "a", "sampling_params": [{"x": 1}] * 3000}, "sampling_params.0.x"),
+        ("v1/responses", {"input": [{}] * 3000}, "input.0.role"),
+        ("tokenize", {"prompt": [1] * 3000}, "prompt.0"),
+        ("detokenize", {"tokens": ["x"] * 3000}, "tokens.0"),
+        ("cache/prefetch", {"input_ids": ["x"] * 3000}, "input_ids.0"),
+    ],
+)
+def test_a_body_full_of_mistakes_is_given_up_at_the_first(http, monkeypatch, path, body, param):
+    described = []
+    said = validation._validation_error
+    monkeypatch.setattr(
+        validation, "_validation_error", lambda problems, body: described.append(problems) or said(problems, body)
+    )
+    response = http.post(f"/{path}", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert len(described[0]) < 10
 
 
 @pytest.mark.parametrize(
