@@ -57,8 +57,8 @@ def _validation_error(problems: Sequence[Mapping[str, Any]], body: object) -> Ap
 
 
 def _said(problems: Sequence[_Problem]) -> ApiError:
-    """The error for what goes deepest into the value; for several types at one place, all that would do."""
-    closest = max(problems, key=lambda problem: (len(problem.where), not problem.is_other_type))
+    """The error for the mistake in a value of the right type, else for what goes deepest; there, all types that would do."""
+    closest = max(problems, key=lambda problem: (not problem.is_other_type, len(problem.where)))
     param = ".".join(closest.where).encode(errors="replace").decode() or None
     if closest.kind == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
