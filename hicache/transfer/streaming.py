@@ -32,7 +32,7 @@ def load_streaming() -> Callable[[Blobs, Ints, Blobs, Ints], None] | None:
         return None
     try:
         stream = ctypes.CDLL(spec.origin).hicache_stream_pages
-    except OSError:  # made for another machine
+    except (OSError, AttributeError):  # made for another machine, or from another source
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     stream.argtypes, stream.restype = (pointer, pointer, pointer, pointer, size, size), None

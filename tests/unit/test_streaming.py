@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from ctypes.util import find_library
+from importlib.machinery import ModuleSpec
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 
-from hicache.transfer import copier
+from hicache.transfer import copier, streaming
 from hicache.transfer.copier import copy_pages
 from hicache.transfer.streaming import LEAST_BYTES, load_streaming
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 stream = load_streaming()
 needs_stream = pytest.mark.skipif(stream is None, reason="hicache/transfer/stream.c was not compiled: no C compiler")
@@ -48,6 +55,14 @@ def test_a_slot_beyond_the_pool_is_refused_before_anything_moves(bad: int) -> No
         with pytest.raises(IndexError):
             stream(src, slots[0], dst, slots[1])
     assert not dst.any()
+
+
+@pytest.mark.parametrize("library", ["nothing.so", "empty.so", find_library("c")])
+def test_a_library_that_is_not_ours_is_none(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty.so").touch()
+    origin = library if library.startswith("libc") else str(tmp_path / library)
+    monkeypatch.setattr(streaming, "find_spec", lambda name: ModuleSpec(name, None, origin=origin))
+    assert load_streaming() is None
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_stream)])
