@@ -191,5 +191,5 @@ def _as_llguidance(spec: GrammarSpec) -> str:
 
 
 def _first_lines(text: str) -> str:
-    """An error in one line, without the parser's state."""
-    return " ".join(re.split("<state>|<non-verbose", text)[0].split())[:300]
+    """An error in one line, without the parser's state and its advice to who writes grammars by hand."""
+    return " ".join(re.split("<state>|<non-verbose|; (?:consider|try) ", text)[0].split())[:300]
