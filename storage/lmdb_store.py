@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import lmdb
 
 from storage.base import GetOutcome, NamespaceStats, PutOutcome, StoreStats
-from storage.lmdb_clear import clear_older, clear_pages
+from storage.lmdb_bulk import clear_older, clear_pages, turn_back
 from storage.lmdb_folder import MIN_CAPACITY_BYTES, StoreFolder
 from storage.lmdb_get import Doomed, PageGetter
 from storage.lmdb_index import Index
@@ -277,6 +277,8 @@ class LmdbStore:
         self._putter = PagePutter(self._index, self._slabs, limits, self._clock, self._count_error, durable)
         self._putter.overhead_bytes = folder.overhead_bytes()
         self._getter = PageGetter(self._index, self._slabs, medium)
+        if turned := turn_back(self._index, self._write_lock, self._clock()):
+            _log.warning("%s: %d pages were last used in the future; they count as used now", folder.path, turned)
         if folder.sole:
             self._putter.tidy(was_clean=folder.was_clean)
             self._putter.shrink()

@@ -114,6 +114,13 @@ class IndexWriter:
             entry.used_ns = used_ns
             self._changed[key] = None
 
+    def turn_back(self, key: bytes, used_ns: int) -> None:
+        """Move a page's last use back, if it is later."""
+        entry = self.entry(key)
+        if entry is not None and entry.used_ns > used_ns:
+            entry.used_ns = used_ns
+            self._changed[key] = None
+
     def evict(
         self, spaces: Collection[int], held: Collection[bytes], enough: Callable[[], bool], before_ns: int = 2**63
     ) -> int:

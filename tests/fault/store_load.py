@@ -12,11 +12,16 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from storage.base import GetOutcome, NamespaceInfo, PageRecord, PageRef
 from storage.lmdb_store import LmdbStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = [
     "CAPACITY",
@@ -53,8 +58,8 @@ def payload_of(ref: PageRef) -> bytes:
     return (ref.key * (size // 16 + 1))[:size]
 
 
-def open_store(folder: Path, capacity: int = CAPACITY, floor: int = 0) -> LmdbStore:
-    store = LmdbStore(folder, capacity, free_floor_bytes=floor)
+def open_store(folder: Path, capacity: int = CAPACITY, floor: int = 0, clock: Callable[[], int] = time.time_ns) -> LmdbStore:
+    store = LmdbStore(folder, capacity, free_floor_bytes=floor, clock=clock)
     store.register_namespace(NamespaceInfo(NAMESPACE, {"model": "test"}))
     return store
 

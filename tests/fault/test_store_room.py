@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,6 +187,25 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     assert store.count_prefix([ref.key for ref in load.chain(0, 10)]) == 10
     assert store.count_prefix([ref.key for ref in load.chain(3, 10)]) < 10
     store.close()
+
+
+def test_pages_used_by_a_clock_that_was_ahead_age_from_the_next_open_on(tmp_path: Path) -> None:
+    year_ns = 365 * 86_400 * 10**9
+    store = load.open_store(tmp_path / "store", clock=lambda: time.time_ns() + year_ns)
+    number = 0
+    while store.stats().evicted_pages == 0:
+        load.write(store, load.chain(number, 10))
+        number += 3
+    store.close()
+    store = load.open_store(tmp_path / "store")
+    for fresh in range(number, 3 * number, 3):
+        assert load.write(store, load.chain(fresh, 10)) == {"stored": 10}
+        assert load.read(store, load.chain(fresh, 10)) == {"hit": 10}
+    old = [load.chain(each, 10) for each in range(0, number, 3)]
+    assert [store.count_prefix([ref.key for ref in chain]) for chain in old] == [0] * len(old)
+    assert store.stats().namespaces[0].newest_use_s <= time.time()
+    store.close()
+    assert check(tmp_path / "store", no_progress).sound
 
 
 def test_a_store_whose_folder_is_gone_says_so_when_it_is_closed_and_holds_nothing(tmp_path: Path) -> None:
