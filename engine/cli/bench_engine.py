@@ -66,7 +66,10 @@ def overhead(
     runs: Annotated[int, typer.Option(help="Runs a side; medians are shown.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line instead of a table.")] = False,
 ) -> None:
-    """What the cache costs when nothing is ever reused, tier by tier, against --disable-radix-cache."""
+    """What the cache costs when nothing is ever reused, tier by tier, against --disable-radix-cache.
+
+    A second engine without cache shows the noise.
+    """
     from engine.model import load_model
 
     common = {"max_total_tokens": 2 * requests * (prompt_tokens + output_tokens), "max_running_requests": requests}
@@ -81,6 +84,7 @@ def overhead(
         disk = {"hicache_storage_backend": "lmdb", "hicache_storage_dir": folder, "hicache_storage_size": "4GB"}
         setups: dict[str, dict[str, object]] = {
             "off": {"disable_radix_cache": True},
+            "off again": {"disable_radix_cache": True},  # what two engines without a difference differ by
             "device": {},
             "+host": {"enable_hierarchical_cache": True},
             "+disk": {"enable_hierarchical_cache": True, **disk},
