@@ -62,11 +62,14 @@ class IndexWriter:
     def look_up(self, keys: Sequence[bytes]) -> set[bytes]:
         """Have the entries of many keys at hand for `entry`, and return the keys that have one. One call for all takes half the
         time of one a key."""
-        wanted = [key for key in keys if key not in self._entries]
+        known = self._entries.keys() & keys
+        there = {key for key in known if self._entries[key] is not None}
+        wanted = [key for key in keys if key not in known] if known else keys
         self._entries.update(dict.fromkeys(wanted))
         for key, raw in self._txn.cursor(db=self._index.entries).getmulti(wanted):
             self._keep(bytes(key), raw)
-        return {key for key in keys if self._entries[key] is not None}
+            there.add(bytes(key))
+        return there
 
     def space_bytes(self, number: int) -> int:
         """Bytes of slots that a namespace holds."""
