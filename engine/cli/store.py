@@ -13,7 +13,6 @@ import typer
 from tqdm import tqdm
 
 from storage import maintenance
-from storage.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,8 +37,7 @@ PROGRESS_AFTER_S = 0.2
 @app.command()
 def stat(path: Folder, as_json: AsJson = False) -> None:
     """Show what is in a store, by namespace: pages, tokens, bytes, ages."""
-    with _errors_told():
-        stats = maintenance.stat(path)
+    stats = maintenance.stat(path)
     if as_json:
         typer.echo(json.dumps(_stats_fields(stats)))
         return
@@ -52,7 +50,7 @@ def stat(path: Folder, as_json: AsJson = False) -> None:
 @app.command()
 def check(path: Folder, as_json: AsJson = False) -> None:
     """Check structure, accounting and every payload. Exit status 1 if anything is damaged."""
-    with _errors_told(), _progress("check", shown=not as_json) as progress:
+    with _progress("check", shown=not as_json) as progress:
         report = maintenance.check(path, progress)
     typer.echo(json.dumps(_report_fields(report)) if as_json else _describe_report(report))
     raise typer.Exit(0 if report.sound else 1)
@@ -61,7 +59,7 @@ def check(path: Folder, as_json: AsJson = False) -> None:
 @app.command()
 def scrub(path: Folder, as_json: AsJson = False) -> None:
     """Repair what check finds: delete bad pages, build a damaged index anew from the records."""
-    with _errors_told(), _progress("scrub", shown=not as_json) as progress:
+    with _progress("scrub", shown=not as_json) as progress:
         report = maintenance.scrub(path, progress)
     if as_json:
         fields = _report_fields(report.found) | {"deleted": report.deleted, "rebuilt": report.rebuilt}
@@ -81,32 +79,20 @@ def clear(
     """Delete pages: all, one namespace's, or those not used for some time."""
     if namespace and older_than:
         raise typer.BadParameter("give --namespace or --older-than, not both")
-    with _errors_told():
-        digest = _find_namespace(maintenance.stat(path), namespace) if namespace else None
-        cleared = maintenance.clear(path, digest, _seconds(older_than) if older_than else None)
+    digest = _find_namespace(maintenance.stat(path), namespace) if namespace else None
+    cleared = maintenance.clear(path, digest, _seconds(older_than) if older_than else None)
     typer.echo(json.dumps({"cleared_pages": cleared}) if as_json else f"deleted {cleared} pages")
 
 
 @app.command()
 def compact(path: Folder, as_json: AsJson = False) -> None:
     """Give free blocks back to the file system."""
-    with _errors_told():
-        report = maintenance.compact(path)
+    report = maintenance.compact(path)
     saved = f"{_size(report.bytes_before)} on disk before, {_size(report.bytes_after)} after"
     typer.echo(json.dumps(report._asdict()) if as_json else saved)
 
 
 # helpers
-
-
-@contextmanager
-def _errors_told() -> Iterator[None]:
-    """End with the store's message and exit status 2 where it can't be used."""
-    try:
-        yield
-    except StoreError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine.cli.store import app
+from engine.cli.main import app
 
 sys.path.insert(0, str(Path(__file__).parent))
 import store_load as load
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(status: int, *arguments: str | Path) -> str:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    done = CliRunner().invoke(app, ["store", *(str(argument) for argument in arguments)])
     assert done.exit_code == status, done.output
     return done.stdout
 
@@ -83,7 +83,7 @@ def test_compact_tells_what_it_gave_back(folder: Path) -> None:
 
 def test_what_is_not_a_store_is_told_in_one_line(tmp_path: Path) -> None:
     for command in ("stat", "check", "scrub", "clear", "compact"):
-        done = CliRunner().invoke(app, [command, str(tmp_path / "nothing")])
+        done = CliRunner().invoke(app, ["store", command, str(tmp_path / "nothing")])
         assert done.exit_code == 2
         (said,) = done.output.splitlines()
         assert said.startswith("error: ")
